@@ -71,7 +71,7 @@ def serve_arguments(arguments: Sequence[str]) -> Namespace:
     """The arguments of ``vllm serve``, as it parses them.
 
     Args:
-        arguments: Those behind ``vllm serve``.
+        arguments: The arguments behind ``vllm serve``.
 
     Raises:
         RetrievalConfigError: See :func:`check_command_line`.

@@ -59,9 +59,9 @@ def served_on_gpus(version: str, torch: str, triton: str) -> bool:
     """Whether our kernels are compiled, and vLLM is tried, with these versions together.
 
     Args:
-        version: Of vLLM, one that is tested.
-        torch: As torch says it, such as ``2.13.0+cu130``.
-        triton: As Triton says it.
+        version: A tested version of vLLM.
+        torch: PyTorch's version as PyTorch gives it, such as ``2.13.0+cu130``.
+        triton: Triton's version as Triton gives it.
     """
     return (_release(torch), _release(triton)) in (pinned_on_gpus(version)[1], OFFLINE)
 

@@ -28,7 +28,7 @@ class DeviceExtension:
             return figures
         requests, tier = kept.requests, getattr(kept, "tier", None)
         figures |= {
-            "index": sum(store.records.nbytes for store in kept.stores),
+            "index": sum(store.records.nbytes for store in kept.indexes),
             "retrieval_heads": requests.retrieval_heads,
             "heads_corrected": int(requests.corrected.sum()),
         }

@@ -17,7 +17,7 @@ from vllm_kvretrieval.kernels.device import (
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.scores import score_entries
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -193,7 +193,7 @@ class Step:
     ) -> None:
         cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
         shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             index,
             pages=1,
             page_size=PAGE,
@@ -223,8 +223,8 @@ class Step:
     def write(self) -> None:
         """The cache, and an index that grows."""
         tokens = self._query[:, : self._store.kv_heads]
-        stores = [self._store] if grows(self._store) else []
-        kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, stores)
+        indexes = [self._store] if grows(self._store) else []
+        kernels.write_kv(tokens, tokens, _rows().slot_mapping, self._cache, indexes)
 
     @property
     def grows(self) -> bool:

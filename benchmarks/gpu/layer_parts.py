@@ -10,7 +10,7 @@ import torch
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT, DeviceRows
 from vllm_kvretrieval.kernels.slots import Residency
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 DTYPE = torch.bfloat16
@@ -53,7 +53,7 @@ class Pool:
         for pages in self.cache.split(4096):
             pages.normal_()
         with torch.device(device):
-            self.store = IndexStore.empty(
+            self.store = IndexRecords.empty(
                 config.own.index,
                 pages=len(self.cache),
                 kv_heads=shape.kv_heads,

@@ -21,7 +21,7 @@ from benchmarks.cli import add_output
 from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, add_step, keep
 from benchmarks.tables import indexes
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, cpu
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexRecords, Selection, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import Index, make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -69,7 +69,7 @@ class Layer:
             "head_size": self.shape.head_size,
             "dtype": self.dtype,
         }
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             made, pages=len(self.cache), page_size=PAGE, cache=self.cache, **shape
         )
         selection = Selection.empty(

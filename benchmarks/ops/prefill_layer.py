@@ -23,7 +23,7 @@ from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, keep, medians,
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.kernels import ContextSelector, IndexStore, cpu
+from vllm_kvretrieval.kernels import ContextSelector, IndexRecords, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
@@ -52,7 +52,7 @@ class Case:
         (self.staged,) = self.staging.plan(table, self.lens, self.starts)
         division = sparse.divide(self.lens.numpy(), np.array([STEP]))
         self.turns = sparse.plan(division, table, 0, self.staging, heads, 0)
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             Exact(),
             pages=len(self.cache),
             kv_heads=heads,

@@ -147,7 +147,7 @@ class SlowHomeExtension(CountsExtension):
             states, waiting = units // layers[0].num_kv_heads, _present(in_home)
         return {
             "dense": sum(cache.nbytes for cache in in_memory),
-            "index": sum(store.records.nbytes for impl in layers for store in impl.stores),
+            "index": sum(store.records.nbytes for impl in layers for store in impl.indexes),
             "books": units * per_unit + states,
             "staging": sum(staging.buffer.nbytes for staging in staging.values()),
             "open_pages": waiting,

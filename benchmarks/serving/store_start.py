@@ -10,14 +10,12 @@ from pathlib import Path
 from vllm.v1.core.block_pool import BlockPool
 
 from benchmarks.stepper import Stepper
-from vllm_kvretrieval.engine.arrivals import Arrivals
-from vllm_kvretrieval.engine.levels import BlockLevels
-from vllm_kvretrieval.engine.store import StoredBlocks
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.making import make_store
-from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record
-from vllm_kvretrieval.store.store import RECORDS, USED, Geometry, name_of
+from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.records import RECORD_BYTES, VOID, Record
+from vllm_kvretrieval.store.disk.store import RECORDS, USED, Geometry, make_store, name_of
+from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 IDENTITY = {"benchmark": "start"}
 BLOCK = 128
@@ -65,7 +63,7 @@ def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
         pool: See :func:`pool_for`; not used before.
     """
     begin, cpu = time.perf_counter(), time.process_time()
-    store = StoredBlocks(str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, Arrivals())
+    store = SchedulerStore(str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, Arrivals())
     times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
     assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}
     store.close()

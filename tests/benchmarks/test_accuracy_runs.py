@@ -115,9 +115,9 @@ def test_an_engine_serves_every_cell_that_it_runs():
             config = RetrievalConfig.from_options(own, {"budget": 4352, "also": also, **options})
             for cell in part:
                 RequestOptions.parse({"kv_retrieval": cell.options}, config)
-                served = config.methods[cell.variant.method]
-                own: Any = cell.variant.config.own
-                assert replace(served, name=own.name) == own
+                served: Any = config.methods[cell.variant.method]
+                alone: Any = cell.variant.config.own
+                assert replace(served, name=alone.name) == alone
             named = {cell.variant.method for cell in part}
             assert set(config.methods) == named | {own, "streamingllm"}
 

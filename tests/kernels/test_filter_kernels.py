@@ -12,7 +12,7 @@ from vllm_kvretrieval.kernels import (
     Contexts,
     ContextSelector,
     DecodeRows,
-    IndexStore,
+    IndexRecords,
     Mode,
     cpu,
     reference,
@@ -27,7 +27,7 @@ GROUPS += [(2, 3, 64, 256)]
 
 def make_selector(kv_heads, group, head_size, page_size, dtype, layout, seats=6):
     cache = torch.randn(40, kv_heads, page_size, 2 * head_size).to(dtype)
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         Exact(),
         pages=len(cache),
         kv_heads=kv_heads,

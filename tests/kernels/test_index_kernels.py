@@ -32,14 +32,14 @@ def test_index_equals_reference(index, dtype, head_size, parts):
     shape = pages, 1, 3, 1, head_size, dtype
     expected = make_chooser(*shape, parts=parts, index=make_index(index)).store
     before = expected.records.clone()
-    stores = {name: fresh_records(expected) for name in visited()}
+    indexes = {name: fresh_records(expected) for name in visited()}
     for key, slots in chunks_of(pages, 3, head_size, dtype, rounds):
         put_keys(expected, key[: len(slots)], slots)
         padded = torch.cat([slots, PADDING])
         specified(reference.update_index, key, padded, expected)
         for name in visited():
-            cpu.update_index(key, padded, stores[name])
-            assert_same_records(stores[name], expected)
+            cpu.update_index(key, padded, indexes[name])
+            assert_same_records(indexes[name], expected)
     assert not torch.equal(before, expected.records)
 
 

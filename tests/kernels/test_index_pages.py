@@ -20,7 +20,7 @@ from tests.support.kernel_checks import (
     make_chooser,
     specified,
 )
-from vllm_kvretrieval.kernels import IndexStore, cpu, reference
+from vllm_kvretrieval.kernels import IndexRecords, cpu, reference
 from vllm_kvretrieval.retrieval.index import make_index
 
 pytestmark = pytest.mark.threads
@@ -79,7 +79,7 @@ def write_amx(key, slot_mapping, kv_cache):
 def store_of(index, dtype, head_size, page_size, entry_tokens, **options):
     """A store with arbitrary numbers in all records."""
     shape = {"pages": PAGES, "kv_heads": HEADS, "head_size": head_size, "page_size": page_size}
-    store = IndexStore.empty(index, dtype=dtype, entry_tokens=entry_tokens, **shape, **options)
+    store = IndexRecords.empty(index, dtype=dtype, entry_tokens=entry_tokens, **shape, **options)
     store.records.random_(60)  # below the bytes of what is not finite
     return store
 

@@ -5,7 +5,7 @@ import torch
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import check_store
-from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index import Field, indexes, make_index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -130,7 +130,7 @@ def test_bytes_on_a_gpu(name, size):
     index, cache = index_of(name), torch.empty(4, 2, 32, 2 * 128, dtype=torch.bfloat16)
 
     def store_of(alignment):
-        return IndexStore.empty(
+        return IndexRecords.empty(
             index, pages=4, kv_heads=2, head_size=128, page_size=32, dtype=cache.dtype,
             cache=cache, layout="rows", alignment=alignment,
         )  # fmt: skip

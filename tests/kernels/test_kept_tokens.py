@@ -11,7 +11,7 @@ from vllm_kvretrieval.kernels import (
     Chooser,
     Contexts,
     DecodeRows,
-    IndexStore,
+    IndexRecords,
     KeptTokens,
     Mode,
     Selection,
@@ -94,7 +94,7 @@ def chooser_of(counts):
         dtype=torch.float32, counts=counts,
     )  # fmt: skip
     selection.query.fill_(7)
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         None, pages=64, kv_heads=HEADS, head_size=64, page_size=32, dtype=torch.float32
     )
     return Chooser(store, selection, Pooling.SUM, 0.1)

@@ -196,14 +196,14 @@ def test_methods_share_a_selection(isa):
     """Two indexes over one layer, each for its own requests, beside one that selects nothing."""
     torch.manual_seed(10)
     first = make_chooser(60, 6, 2, 2, 64, torch.float32)
-    stores = [first.store]
+    indexes = [first.store]
     for index in (make_index("mean"), None):
-        stores.append(replace(first.store, index=index, records=torch.empty(0), handle=None))
+        indexes.append(replace(first.store, index=index, records=torch.empty(0), handle=None))
         size = 0 if index is None else index.record_bytes(64, PAGE, torch.float32)
-        stores[-1].records = torch.zeros(60, 2, size, dtype=torch.uint8)
-        take_in(stores[-1], torch.arange(60))
+        indexes[-1].records = torch.zeros(60, 2, size, dtype=torch.uint8)
+        take_in(indexes[-1], torch.arange(60))
     selection, twin = first.selection, copy_of(first).selection
-    for store, seats in zip(stores, ([4, 0], [1, 5], [3, 2]), strict=True):
+    for store, seats in zip(indexes, ([4, 0], [1, 5], [3, 2]), strict=True):
         budget = (1, 2, 0) if store.index is None else (1, 2, 5)
         rows = make_rows([60 * PAGE, 40 * PAGE], first, budget, fresh=1)
         rows.seats = torch.tensor(seats).int()

@@ -301,12 +301,12 @@ def test_means_survive_packing():
 def test_methods_and_what_they_keep():
     config = RetrievalConfig.from_options("kvretrieval", {"page_size": 16, "remainder": 0.003})
     assert config.own.remainder == 0.003
-    assert config.stores == (IndexKind(LowRank(), 16, means=1),)
+    assert config.index_kinds == (IndexKind(LowRank(), 16, means=1),)
     assert config.index_bytes(4096, 64, torch.bfloat16) == 312 + 66, "9.2 % of a page of 16"
     plain = RetrievalConfig.from_options("kvretrieval", {})
-    assert plain.stores == (IndexKind(LowRank(), 32),)
+    assert plain.index_kinds == (IndexKind(LowRank(), 32),)
     both = RetrievalConfig.from_options("kvretrieval", {"also": {"added": {"remainder": 0.001}}})
-    assert both.stores == (IndexKind(LowRank(), 32, means=1),), "they share their records"
+    assert both.index_kinds == (IndexKind(LowRank(), 32, means=1),), "they share their records"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import (
     Chooser,
     DecodeRows,
-    IndexStore,
+    IndexRecords,
     Mode,
     Selection,
     cpu,
@@ -72,7 +72,7 @@ class Engine:
         page_size = self.config.page_size
         # As in RetrievalCPUWorker._choosers.
         shape: dict[str, Any] = {"kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             MinMax(),
             pages=REQUESTS * PAGES,
             page_size=page_size,

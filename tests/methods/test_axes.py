@@ -315,7 +315,7 @@ def test_a_budget_of_tokens():
     assert not config("freekv").rows
     fine = config("fier", also={"fine": {"summary_size": 8}, "pages": {"unit": "page"}})
     assert [m.per_token for m in fine.methods.values()] == [True, True, False, False]
-    assert len(fine.stores) == 2, "pages have the index of tokens"
+    assert len(fine.index_kinds) == 2, "pages have the index of tokens"
 
 
 @pytest.mark.parametrize("home", ["disk", "auto"])
@@ -358,4 +358,4 @@ def test_all_other_indexes_serve_a_slow_home():
         if preset not in ("oracle", *KEEPING, *BY_HEAD, *WHOLE):
             assert config(preset, home="disk").home == "disk"
     also = {index: {"index": index} for index in BYTES if index != "exact"}
-    assert len(config(home="disk", also=also).stores) == len(BYTES) - 1
+    assert len(config(home="disk", also=also).index_kinds) == len(BYTES) - 1

@@ -9,7 +9,7 @@ import torch
 from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu, reference
+from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu, reference
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
@@ -240,7 +240,7 @@ def test_selection_and_attention_equal_reference(begin, share):
     query = torch.randn(5 + 384 - begin + 40, 6, 64)
     outputs, lists = [], []
     for ops in (cpu, reference):
-        store = IndexStore.empty(
+        store = IndexRecords.empty(
             make_index("mean"), pages=64, page_size=PAGE, cache=cache, layout="vec", **shape
         )
         ops.index_pages(torch.arange(64).int(), torch.full((64,), PAGE).int(), store)

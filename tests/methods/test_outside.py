@@ -29,11 +29,11 @@ def test_found(tmp_path):
         index = toy.own.index
         assert index is not None
         assert (index.name, toy.own.name) == ("median", "toy")
-        check_outside(toy.stores, 64, torch.float32)
+        check_outside(toy.index_kinds, 64, torch.float32)
         options = {"also": {"slow": {"index": {"median": {"factor": 2}}}, "toy": {}}}
         slow = RetrievalConfig.from_options("freekv", options).methods["slow"].index
         assert slow != index, "equal ones alone share their records"
-        assert len(RetrievalConfig.from_options("freekv", options).stores) == 3
+        assert len(RetrievalConfig.from_options("freekv", options).index_kinds) == 3
     assert "toy" not in preset_names()
     with pytest.raises(RetrievalConfigError, match="index='median' is unknown"):
         RetrievalConfig.from_options("freekv", {"index": "median"})
@@ -53,7 +53,7 @@ def test_the_package_of_the_documentation(tmp_path):
     assert done.returncode == 0, done.stderr
     with installed(str(tmp_path / site)):
         mine = RetrievalConfig.from_options("mymedian", {})
-        check_outside(mine.stores, 64, torch.bfloat16)
+        check_outside(mine.index_kinds, 64, torch.bfloat16)
         other = RetrievalConfig.from_options("kvretrieval", {"index": "median"})
         assert mine.own.index == other.own.index
 

@@ -35,7 +35,7 @@ def test_the_engine_answers_as_requests_for_the_baseline_do(tmp_path):
     with engine(model, **options) as llm:
         answers = drive(llm, requests({}))
         (sizes,) = llm.collective_rpc(
-            lambda worker: [len(impl.stores) for impl in worker.retrieval_layers.values()]
+            lambda worker: [len(impl.indexes) for impl in worker.retrieval_layers.values()]
         )
     assert sizes == [0] * 3
     for answer, own in zip(answers, expected, strict=True):

@@ -285,7 +285,7 @@ def test_a_stage_of_a_pipeline_without_retrieval_layers(method):
 def test_full_attention(page, attention):
     options = {"page_size": page, "attention": attention, "budget": max(256, 2 * page)}
     engine = BareEngine("full", options)
-    assert not any(impl.stores for impl in engine.worker.retrieval_layers.values())
+    assert not any(impl.indexes for impl in engine.worker.retrieval_layers.values())
     for prompt in (300, 1, 128):
         engine.add({}, prompt, 20)
     run(engine)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvretrieval.engine import store_levels
 from vllm_kvretrieval.engine.exactness import ExactnessRules
-from vllm_kvretrieval.engine.levels import (
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.levels import (
     ANYHOW,
     EXACT,
     NEVER,
@@ -20,10 +21,9 @@ from vllm_kvretrieval.engine.levels import (
     Reading,
     Taint,
 )
-from vllm_kvretrieval.engine.store_levels import FILE, StoredLevels
-from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.serving import levels as stored_levels
+from vllm_kvretrieval.store.serving.levels import FILE, StoredLevels
 
 READINGS = [
     None,
@@ -192,7 +192,7 @@ def test_a_changed_file_names_no_wrong_level(folder):
 
 def test_clients_cannot_fill_the_file(folder, monkeypatch):
     """Levels that no record has make room; if all are in use, others are not told apart."""
-    monkeypatch.setattr(store_levels, "MOST", 5)
+    monkeypatch.setattr(stored_levels, "MOST", 5)
     used: set[int] = set()
     stored = StoredLevels(folder, lambda: used)
     levels = [Level(Reading("a", (float(n),))) for n in range(20)]

@@ -23,20 +23,22 @@ from tests.support.store_model import (
     write,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.making import UNFINISHED, make_store, remove_unfinished
-from vllm_kvretrieval.store.ranks import Ranks
-from vllm_kvretrieval.store.records import RECORD_BYTES, Record
-from vllm_kvretrieval.store.store import (
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.ranks import Ranks
+from vllm_kvretrieval.store.disk.records import RECORD_BYTES, Record
+from vllm_kvretrieval.store.disk.store import (
     PAGES,
     PREFIX,
     RECORDS,
+    UNFINISHED,
     USED,
-    Part,
     Store,
+    WorkerShare,
+    make_store,
     name_of,
     open_store,
+    remove_unfinished,
 )
 
 STEPS = 100_000
@@ -133,7 +135,7 @@ def test_a_void_that_fails_for_one_worker(tmp_path, monkeypatch):
     stores, record = list[Store](), Record(b"k" * 32, NO_PARENT, 0, 0, 1)
     with closing(Folder.at(str(tmp_path), make=True)) as root:
         for rank in range(2):
-            make_store(root, IDENTITY, GEOMETRY, truncate, part := Part(rank, 2))
+            make_store(root, IDENTITY, GEOMETRY, truncate, part := WorkerShare(rank, 2))
             stores.append(open_store(str(tmp_path), name_of(IDENTITY, part), write=True))
             write(stores[-1], 1, bytes(block_bytes(GEOMETRY)))
             stores[-1].commit(1, record)
@@ -329,7 +331,7 @@ def test_a_directory_that_others_may_write(tmp_path):
 
 HOLD = """
 import sys
-from vllm_kvretrieval.store.files import Folder, Lock
+from vllm_kvretrieval.store.disk.files import Folder, Lock
 lock = Lock(Folder.at(sys.argv[1]), "lock")
 print(lock.take(), flush=True)
 sys.stdin.read()

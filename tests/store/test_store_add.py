@@ -22,7 +22,7 @@ from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store import add
-from vllm_kvretrieval.store.chats import ServedChat
+from vllm_kvretrieval.store.add import ServedChat
 
 SMOL = "SmolLM2-135M-Instruct"
 BLOCK, MEMORY = 128, 64 << 20

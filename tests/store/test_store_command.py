@@ -14,15 +14,9 @@ import pytest
 
 from tests.support.store_model import GEOMETRY, Model, again, block_bytes, new_store, write
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.store.contexts import (
-    NO_PARENT,
-    read_names,
-    read_pins,
-    write_names,
-    write_pins,
-)
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.inbox import (
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.inbox import (
     ACTIONS,
     DROP,
     INBOX,
@@ -33,9 +27,9 @@ from vllm_kvretrieval.store.inbox import (
     Inbox,
     put,
 )
-from vllm_kvretrieval.store.making import UNFINISHED
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import LOCK, PAGES, WORKER_LOCK
+from vllm_kvretrieval.store.disk.names import read_names, read_pins, write_names, write_pins
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import LOCK, PAGES, UNFINISHED, WORKER_LOCK
 
 IDENTITY = {
     "model": "LlamaForCausalLM",
@@ -342,7 +336,6 @@ def test_a_change_that_fails_is_tried_again_later(store, monkeypatch):
     inbox, tried = Inbox(store.folder), []
     for change in asked:
         put(store.folder, change)
-    os.utime(store.folder.path / INBOX, (1e9, 1e9))
 
     def fail(change):
         tried.append(change)
@@ -352,11 +345,23 @@ def test_a_change_that_fails_is_tried_again_later(store, monkeypatch):
     for _ in range(5):
         with suppress(OSError):
             inbox.follow(fail)
-        os.utime(store.folder.path / INBOX, (1e9, 1e9))
     assert tried == asked
     later = time.monotonic() + RETRY_S
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert changes(inbox) == asked[:1]
+
+
+def test_an_inbox_that_cannot_be_opened_is_tried_again_later(store, tmp_path, monkeypatch):
+    box, inbox = store.folder.path / INBOX, Inbox(store.folder)
+    box.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="inbox"):
+        changes(inbox)
+    box.unlink()
+    put(store.folder, asked := Change(PIN, key("abc")))
+    assert changes(inbox) == []
+    later = time.monotonic() + RETRY_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert changes(inbox) == [asked]
 
 
 def test_names(store, capsys):

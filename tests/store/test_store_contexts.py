@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.store_model import new_store
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import (
+from vllm_kvretrieval.store.disk.contexts import (
     NO_PARENT,
     contexts,
     forgotten,
@@ -14,10 +14,9 @@ from vllm_kvretrieval.store.contexts import (
     paths,
     pinned_blocks,
     reachable,
-    read_pins,
-    write_pins,
 )
-from vllm_kvretrieval.store.records import Record
+from vllm_kvretrieval.store.disk.names import read_pins, write_pins
+from vllm_kvretrieval.store.disk.records import Record
 
 
 def key(name):

@@ -12,8 +12,8 @@ from tests.support import workers
 from tests.support.engine import random_llama
 from tests.support.store_crash import BLOCK, GENERATED, LENGTH, SEEDS, ask, serve, start
 from tests.support.store_model import contents
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.store import open_store, store_names
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.store import open_store, store_names
 
 BLOCKS = (LENGTH + GENERATED - 1) // BLOCK
 MANY, PIECES = 25, 8

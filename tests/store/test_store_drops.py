@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.stepper import BLOCK
 from tests.support.store_life import Life, prompt, stepper
-from vllm_kvretrieval.engine import store as store_module
-from vllm_kvretrieval.store.contexts import read_names, read_pins, write_names
-from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, RETRY_S
+from vllm_kvretrieval.store.disk.inbox import DROP, INBOX, PIN, RETRY_S
+from vllm_kvretrieval.store.disk.names import read_names, read_pins, write_names
+from vllm_kvretrieval.store.serving import scheduler as store_scheduler
 
 pytestmark = [pytest.mark.model]
 
@@ -196,7 +196,7 @@ def test_a_change_that_fails_keeps_no_other_from_being_made(life):
     inbox = life.store.folder.path / INBOX
     assert len([*inbox.iterdir()]) == 1, "what is dropped is not dropped again"
     pins.unlink()
-    life.scheduler._store._inbox._retry = 0
+    life.scheduler._store._inbox._failed.clear()
     assert life.stepper.ask(prompt(2), 2)[1] == DOCUMENT * BLOCK
     assert read_pins(life.store.folder) == {pinned[-1]}
     assert not [*inbox.iterdir()]
@@ -247,7 +247,7 @@ def test_pins_that_cannot_be_read_are_read_again_later(life, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "read_pins", fail)
+        patch.setattr(store_scheduler, "read_pins", fail)
         for document in (1, 2, 3):
             read(life, prompt(document))
     assert len(tried) == 1

@@ -10,10 +10,11 @@ from fastapi.testclient import TestClient
 
 from tests.support.store_model import new_store
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import NO_PARENT, read_pins, write_names
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.names import read_pins, write_names
+from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.endpoints import KEY_HEADER, KEY_VARIABLE, STATE, StoreEndpoints
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.records import Record
 
 IDENTITY = {"model": "m", "dtype": "x", "codec": "raw", "vllm": "0", "block_size": 128}
 KEY = b"document".ljust(32)

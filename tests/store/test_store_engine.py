@@ -8,10 +8,10 @@ from tests.support import engine as engines
 from tests.support.engine import Request, drive, engine, model_of, random_llama
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.retrieval.codec import CODECS
-from vllm_kvretrieval.store.contexts import contexts, paths, reachable
-from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.disk.contexts import contexts, paths, reachable
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.store import PAGES, SIDE, open_store, store_names
 from vllm_kvretrieval.store.listing import listed
-from vllm_kvretrieval.store.store import PAGES, SIDE, open_store, store_names
 
 LENGTH, BLOCK, PAGE = 1200, 128, 32
 WHOLE = LENGTH // BLOCK * BLOCK

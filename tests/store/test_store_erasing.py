@@ -13,12 +13,12 @@ import pytest
 from benchmarks.stepper import BLOCK
 from tests.support.store_life import GEOMETRY, Life, prompt, stepper
 from tests.support.store_model import block_bytes, contents, new_store, write
-from vllm_kvretrieval.store import erasing
-from vllm_kvretrieval.store.changes import change
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.inbox import DROP
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import PAGES, SIDE, Geometry
+from vllm_kvretrieval.store.disk import files
+from vllm_kvretrieval.store.disk.changes import change
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.inbox import DROP
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import PAGES, SIDE, Geometry
 
 LARGE = Geometry(blocks=8, layers=2, layer_block_bytes=40_000, side_bytes=5_000)
 ZEROS = bytes(GEOMETRY.block_bytes)
@@ -28,7 +28,7 @@ ZEROS = bytes(GEOMETRY.block_bytes)
 def way(request, monkeypatch):
     """How a file system erases."""
     if request.param == "slowly":
-        monkeypatch.setattr(erasing, "_zero_at_once", lambda *_: False)
+        monkeypatch.setattr(files, "_zero_at_once", lambda *_: False)
     return request.param
 
 

@@ -11,16 +11,15 @@ import pytest
 from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK
 from tests.support.store_life import BLOCKS, Life, prompt, stepper
-from vllm_kvretrieval.engine import store_faults
-from vllm_kvretrieval.engine.arrivals import Arrivals
-from vllm_kvretrieval.engine.levels import BlockLevels
-from vllm_kvretrieval.engine.store import StoredBlocks
-from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import PIECE
-from vllm_kvretrieval.store.inbox import PIN, UNPIN
-from vllm_kvretrieval.store.records import RECORD_BYTES
-from vllm_kvretrieval.store.store import RECORDS, USED, name_of
+from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.store.disk.files import PIECE
+from vllm_kvretrieval.store.disk.inbox import PIN, UNPIN
+from vllm_kvretrieval.store.disk.records import RECORD_BYTES
+from vllm_kvretrieval.store.disk.store import RECORDS, USED, name_of
+from vllm_kvretrieval.store.serving import halves
+from vllm_kvretrieval.store.serving.halves import started
+from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 
 def small_store(directory, blocks=600):
@@ -29,7 +28,7 @@ def small_store(directory, blocks=600):
 
     def opened() -> Any:
         pool = store_start.pool_for(blocks)
-        return StoredBlocks(str(directory), path.name, pool, BlockLevels(), 1, Arrivals())
+        return SchedulerStore(str(directory), path.name, pool, BlockLevels(), 1, Arrivals())
 
     return path, opened
 
@@ -41,7 +40,7 @@ def logged(monkeypatch):
         error=lambda text, *values: lines.append("error: " + text % values),
         info=lambda text, *values: lines.append("info: " + text % values),
     )
-    monkeypatch.setattr(store_faults, "logger", log)
+    monkeypatch.setattr(halves, "logger", log)
     return lines
 
 

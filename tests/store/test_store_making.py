@@ -10,18 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.store.test_store_worker import GEOMETRY, IDENTITY, commit, home_store, reader, record
-from vllm_kvretrieval.engine import store_faults
-from vllm_kvretrieval.engine.cpu import store as store_module
-from vllm_kvretrieval.engine.cpu.store import HomeStore
-from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.making import UNFINISHED
+from vllm_kvretrieval.store.disk.store import UNFINISHED
+from vllm_kvretrieval.store.serving import halves, worker
+from vllm_kvretrieval.store.serving.halves import StoreStep
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 
 MAKE = """
 import sys, time
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.making import UNFINISHED
-from vllm_kvretrieval.store.store import LOCK, take_locks
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.store import UNFINISHED
+from vllm_kvretrieval.store.disk.store import LOCK, take_locks
 root = Folder.at(sys.argv[1])
 locks = take_locks(root, [LOCK])
 made = root.folder(UNFINISHED + "1", make=True)
@@ -45,15 +44,15 @@ def maker(tmp_path, steps):
 
 def test_another_worker_is_waited_for_as_long_as_it_gets_on(tmp_path, monkeypatch):
     """Where zeros are written, that may take minutes."""
-    monkeypatch.setattr(store_module, "WAIT_S", 1.0)
-    home = HomeStore(str(tmp_path / "store"), IDENTITY)
+    monkeypatch.setattr(worker, "WAIT_S", 1.0)
+    home = WorkerStore(str(tmp_path / "store"), IDENTITY)
     process = maker(tmp_path, 30)
     end = threading.Timer(2.5, lambda: process.communicate())
     end.start()
     home.make(GEOMETRY)
     end.join()
     process = maker(tmp_path, 0)
-    other = HomeStore(str(tmp_path / "store"), {"model": "other"})
+    other = WorkerStore(str(tmp_path / "store"), {"model": "other"})
     with pytest.raises(RetrievalConfigError, match=f"in use by process {process.pid};"):
         other.make(GEOMETRY)
     process.communicate()
@@ -61,20 +60,20 @@ def test_another_worker_is_waited_for_as_long_as_it_gets_on(tmp_path, monkeypatc
 
 def test_what_was_left_unfinished_takes_no_room(tmp_path):
     """It is removed before anybody looks how much there is; not what is being made."""
-    HomeStore(str(tmp_path / "store"), IDENTITY)
+    WorkerStore(str(tmp_path / "store"), IDENTITY)
     process = maker(tmp_path, 0)
     left = tmp_path / "store" / f"{UNFINISHED}1"
-    HomeStore(str(tmp_path / "store"), IDENTITY)
+    WorkerStore(str(tmp_path / "store"), IDENTITY)
     assert left.exists()
     process.kill()
     process.communicate()
-    HomeStore(str(tmp_path / "store"), IDENTITY)
+    WorkerStore(str(tmp_path / "store"), IDENTITY)
     assert not left.exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_what_is_no_store_does_not_matter(tmp_path, kind):
-    home = HomeStore(str(tmp_path / "store"), IDENTITY)
+    home = WorkerStore(str(tmp_path / "store"), IDENTITY)
     stray = tmp_path / "store" / f"{UNFINISHED}1"
     if kind == "file":
         stray.write_text("")
@@ -93,7 +92,7 @@ def test_records_that_cannot_be_written(tmp_path, monkeypatch):
         error=lambda text, *values: lines.append(f"error: {text % values}"),
         info=lambda text, *values: lines.append(f"info: {text % values}"),
     )
-    monkeypatch.setattr(store_faults, "logger", log)
+    monkeypatch.setattr(halves, "logger", log)
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -132,7 +131,7 @@ def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")
 
-    home = HomeStore(str(tmp_path / "store"), IDENTITY)
+    home = WorkerStore(str(tmp_path / "store"), IDENTITY)
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RetrievalConfigError, match=r"threads cannot be started .* \(ulimit -u\)"):
         home.make(GEOMETRY)

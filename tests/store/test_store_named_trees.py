@@ -7,11 +7,12 @@ import pytest
 from benchmarks.stepper import BLOCK
 from tests.support.store_life import Life, stepper
 from tests.support.store_model import new_store
-from vllm_kvretrieval.store.changes import change
-from vllm_kvretrieval.store.contexts import NO_PARENT, read_names, read_pins, write_names
-from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Geometry
+from vllm_kvretrieval.store.disk.changes import change
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN
+from vllm_kvretrieval.store.disk.names import read_names, read_pins, write_names
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import Geometry
 
 OPERATIONS = 30
 

@@ -8,12 +8,15 @@ from tests.support.store_model import new_store
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.add import _note
-from vllm_kvretrieval.store.changes import change, note_reset
-from vllm_kvretrieval.store.contexts import (
+from vllm_kvretrieval.store.disk.changes import change, note_reset
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT, id_of
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN
+from vllm_kvretrieval.store.disk.names import (
     MOST_KEYS,
-    NO_PARENT,
+    NAMES,
     Forgotten,
-    id_of,
+    check_name,
     read_forgotten,
     read_names,
     read_pins,
@@ -21,12 +24,8 @@ from vllm_kvretrieval.store.contexts import (
     write_names,
     write_pins,
 )
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
+from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.listing import listed
-from vllm_kvretrieval.store.meaning import check_name
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import NAMES
 
 
 def key(text):

@@ -19,13 +19,13 @@ from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK, Stepper
 from tests.support.store_life import BLOCKS, GEOMETRY, OPTIONS, Life, prompt, stepper, written
 from tests.support.store_model import contents
-from vllm_kvretrieval.engine import store_expiry
-from vllm_kvretrieval.engine.store_steps import FIELD
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, INBOX, PIN, UNPIN
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import open_store, store_names
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, INBOX, PIN, UNPIN
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import open_store, store_names
+from vllm_kvretrieval.store.serving import scheduler
+from vllm_kvretrieval.store.serving.halves import FIELD
 
 ABORTED = RequestStatus.FINISHED_ABORTED
 KILLS = 25
@@ -224,16 +224,17 @@ def test_what_is_dropped_while_a_request_begins_is_still_there_for_it(tmp_path):
     life = Life(directory, stepper(directory))
     store, steps = life.scheduler._store, list[Any]()
     first = life.scheduler.requests[life.stepper.add(prompt(1), 2)]
-    while not store.ready(first):
-        time.sleep(0.001)
-    second, ready = life.stepper.add(prompt(2), 2), store.ready
+    while store.waits(first, 8 * BLOCK):
+        store.tend()
+    second, tend = life.stepper.add(prompt(2), 2), store.tend
+    looks = iter((first.request_id, second))
 
-    def drop_before(request):
-        if request.request_id == second:
+    def drop_before():
+        if next(looks) == second:
             life.change(DROP, key)
-        return ready(request)
+        tend()
 
-    store.ready, life.stepper.look = drop_before, steps.append
+    store.tend, life.stepper.look = drop_before, steps.append
     life.stepper.step()
     assert life.stepper.shared == {first.request_id: [8 * BLOCK], second: [0]}
     assert len(getattr(steps[0], FIELD).load) == 8
@@ -290,7 +291,7 @@ def test_what_is_put_into_the_inbox_by_strangers(tmp_path):
 def test_old_blocks_are_forgotten(tmp_path, monkeypatch):
     """But for pinned ones; a clock that was set back keeps all, and one set forward keeps none."""
     directory, now = tmp_path / "store", time.time()
-    monkeypatch.setattr(store_expiry, "PERIOD_S", 0)
+    monkeypatch.setattr(scheduler, "PERIOD_S", 0)
     monkeypatch.setattr(time, "time", lambda: now)
     life = Life(directory, stepper(directory, store_days=2))
     life.stepper.ask(prompt(1), 2)

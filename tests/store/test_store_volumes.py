@@ -15,12 +15,12 @@ from tests.support.store_life import GEOMETRY, Life, prompt, stepper
 from tests.support.store_model import again, new_store
 from vllm_kvretrieval import disk_space
 from vllm_kvretrieval.command import main
-from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store import privacy
-from vllm_kvretrieval.store import store as store_module
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.store import StoreInUseError, open_store
+from vllm_kvretrieval.store.disk import files
+from vllm_kvretrieval.store.disk import store as store_module
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.store import StoreInUseError, open_store
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.tiers import place
 
 MIB = 1 << 20
@@ -35,8 +35,8 @@ def store(tmp_path):
 @pytest.fixture
 def warned(monkeypatch, caplog):
     """Lines of the log, of a process that has said nothing yet."""
-    monkeypatch.setattr(privacy, "_told", set())
-    caplog.set_level(logging.WARNING, privacy.logger.name)
+    monkeypatch.setattr(files, "_told", set())
+    caplog.set_level(logging.WARNING, files.logger.name)
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -112,7 +112,7 @@ def test_rights_that_cannot_be_taken_away(store, monkeypatch):
         again(store)
 
 
-TAKE = "import sys; from vllm_kvretrieval.store.files import *; "
+TAKE = "import sys; from vllm_kvretrieval.store.disk.files import *; "
 TAKE += "sys.exit(Lock(Folder.at(sys.argv[1]), 'lock').take())"
 
 
@@ -136,7 +136,7 @@ def test_locks_within_a_process(tmp_path):
 @pytest.mark.model
 def test_two_engines_of_a_process(tmp_path, monkeypatch):
     """The second one is refused, and the first one goes on."""
-    monkeypatch.setattr("vllm_kvretrieval.engine.cpu.store.STOPS_S", 0)
+    monkeypatch.setattr("vllm_kvretrieval.store.serving.worker.STOPS_S", 0)
     life = Life(tmp_path / "store", stepper(tmp_path / "store"))
     life.stepper.ask(prompt(1), 2)
     with pytest.raises(StoreInUseError, match=f"by process {os.getpid()} .another engine of this"):
@@ -148,7 +148,7 @@ def test_two_engines_of_a_process(tmp_path, monkeypatch):
 def made(tmp_path):
     """A store of some MiB, as a server makes it."""
     sizes = GEOMETRY.__class__(blocks=64, layers=2, layer_block_bytes=MIB // 64, side_bytes=8192)
-    home = HomeStore(str(tmp_path / "store"), IDENTITY)
+    home = WorkerStore(str(tmp_path / "store"), IDENTITY)
     home.make(sizes)
     home.close()
     return home.name, sizes
@@ -193,7 +193,7 @@ def test_a_disk_without_the_space_for_holes(tmp_path, monkeypatch, why):
 
         monkeypatch.setattr(store_module, "allocate", refuse)
     with pytest.raises(RetrievalConfigError, match=r"disk has 0\.00 GiB too little.*`rm -r"):
-        HomeStore(str(tmp_path / "copy"), IDENTITY)
+        WorkerStore(str(tmp_path / "copy"), IDENTITY)
     assert held(tmp_path, name) == 0
     with closing(open_store(str(tmp_path / "copy"), name, write=True)) as store:
         assert 0 < store.lacking <= sizes.bytes

@@ -14,19 +14,18 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.store_model import FailingDisk, Lost, contents
-from vllm_kvretrieval.engine.cpu import identity
-from vllm_kvretrieval.engine.cpu import store as store_module
-from vllm_kvretrieval.engine.cpu.identity import identity_of, weights_hash
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-from vllm_kvretrieval.engine.cpu.store import HomeStore
-from vllm_kvretrieval.engine.cpu.store_writer import PATIENCE
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
-from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Geometry, name_of, open_store
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import Geometry, name_of, open_store
+from vllm_kvretrieval.store.serving import identity
+from vllm_kvretrieval.store.serving import worker as store_worker
+from vllm_kvretrieval.store.serving.halves import FIELD, StoreStep
+from vllm_kvretrieval.store.serving.identity import identity_of, weights_hash
+from vllm_kvretrieval.store.serving.worker import PATIENCE, WorkerStore
 
 BLOCKS, DENSE, INDEX = 6, 48, 16
 GEOMETRY = Geometry(BLOCKS, 2, 64, DENSE + INDEX)
@@ -34,8 +33,8 @@ IDENTITY = {"model": "test"}
 
 HOLD = """
 import sys, time
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.store import take_locks
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.store import take_locks
 locks = take_locks(Folder.at(sys.argv[1]), [sys.argv[2]])
 print("held", flush=True)
 time.sleep(float(sys.argv[3]))
@@ -44,7 +43,7 @@ time.sleep(float(sys.argv[3]))
 
 def home_store(tmp_path):
     """A store that a worker has made, and what its blocks have outside of home."""
-    home: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
+    home: Any = WorkerStore(str(tmp_path / "store"), IDENTITY)
     home.file(GEOMETRY)
     parts = [torch.randint(256, (BLOCKS, n), dtype=torch.uint8) for n in (DENSE, INDEX)]
     home.lost = Lost()
@@ -88,7 +87,7 @@ def test_what_is_written_is_read_back(tmp_path):
         part.zero_()
     assert [*home.take_counts().values()] == [2, 2 * GEOMETRY.block_bytes, 0]
     home.close()
-    later = HomeStore(str(tmp_path / "store"), IDENTITY)
+    later = WorkerStore(str(tmp_path / "store"), IDENTITY)
     assert later.blocks == BLOCKS
     later.file(GEOMETRY)
     later.attach(parts, lost := Lost())
@@ -262,17 +261,17 @@ def test_what_cannot_be_loaded_is_told(tmp_path, monkeypatch):
 
 
 def test_a_second_server_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "STOPS_S", 0.2)
+    monkeypatch.setattr(store_worker, "STOPS_S", 0.2)
     home, _ = home_store(tmp_path)
     home._lock.close()
     holder = hold(tmp_path, home, "lock", 60)
     try:
         with pytest.raises(RetrievalConfigError, match=f"in use by process {holder.pid};"):
-            HomeStore(str(tmp_path / "store"), IDENTITY)
+            WorkerStore(str(tmp_path / "store"), IDENTITY)
     finally:
         holder.kill()
         holder.wait()
-    HomeStore(str(tmp_path / "store"), IDENTITY)
+    WorkerStore(str(tmp_path / "store"), IDENTITY)
 
 
 def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
@@ -280,10 +279,10 @@ def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
     home._lock.close()
     holder = hold(tmp_path, home, "worker-lock", 60)
     events, waits = [], threading.Event()
-    monkeypatch.setattr(store_module.logger, "info", lambda *_: waits.set())
+    monkeypatch.setattr(store_worker.logger, "info", lambda *_: waits.set())
 
     def start():
-        HomeStore(str(tmp_path / "store"), IDENTITY)._lock.close()
+        WorkerStore(str(tmp_path / "store"), IDENTITY)._lock.close()
         events.append("has started")
 
     later = threading.Thread(target=start)
@@ -296,9 +295,9 @@ def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
     later.join()
     assert events == ["the earlier one ends", "has started"]
     holder = hold(tmp_path, home, "worker-lock", 60)
-    monkeypatch.setattr(store_module, "WAIT_S", 0.2)
+    monkeypatch.setattr(store_worker, "WAIT_S", 0.2)
     with pytest.raises(RetrievalConfigError, match="in use by process"):
-        HomeStore(str(tmp_path / "store"), IDENTITY)
+        WorkerStore(str(tmp_path / "store"), IDENTITY)
     holder.kill()
     holder.wait()
 
@@ -306,7 +305,7 @@ def test_a_worker_that_ends_its_step_is_waited_for(tmp_path, monkeypatch):
 def test_other_sizes_are_refused(tmp_path):
     home, _ = home_store(tmp_path)
     home.close()
-    later: Any = HomeStore(str(tmp_path / "store"), IDENTITY)
+    later: Any = WorkerStore(str(tmp_path / "store"), IDENTITY)
     with pytest.raises(RetrievalConfigError, match="another division of memory"):
         later.file(Geometry(BLOCKS, 2, 64, DENSE))
     cache = SimpleNamespace(blocks_for=lambda seats: 4, max_model_len=2048, retrieval_layers=2)

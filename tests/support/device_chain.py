@@ -25,7 +25,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
@@ -95,7 +95,7 @@ class Chain:
         pairs, heads = SEATS * kv_heads, kv_heads * group
         assert pages == SEATS * CONTEXT
         with torch.device(device):
-            store = IndexStore.empty(
+            store = IndexRecords.empty(
                 own.index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=PAGE,
                 entry_tokens=own.entry_tokens, dtype=DTYPE, cache=home, layout="rows",
                 alignment=RECORD_ALIGNMENT,

@@ -19,7 +19,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRequests,
     DeviceRows,
 )
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import pack, unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 
@@ -47,7 +47,7 @@ class Layer:
         )
         self.choosers = []
         for index, entry, pooling in methods:
-            store = IndexStore.empty(
+            store = IndexRecords.empty(
                 index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
                 dtype=dtype, entry_tokens=entry, cache=self.cache, layout="rows",
                 alignment=RECORD_ALIGNMENT,
@@ -64,12 +64,12 @@ class Layer:
         self.plan.stats.fill_(float("nan"))
 
     @property
-    def stores(self):
+    def indexes(self):
         return [chooser.store for chooser in self.choosers if chooser.store.index is not None]
 
     def write(self, key, value, slot_mapping):
         moved = (tensor.to(self.device) for tensor in (key, value, slot_mapping))
-        self.ops.write_kv(*moved, self.cache, self.stores)
+        self.ops.write_kv(*moved, self.cache, self.indexes)
 
     def step(self, rows, query, far):
         moved = DeviceRows(*(getattr(rows, f.name).to(self.device) for f in fields(rows)))
@@ -184,7 +184,7 @@ def same_records(layers, lengths, tables, exact):
     """The caches agree, and the records of entries that count."""
     caches = (layer.cache.cpu().view(torch.int16) for layer in layers)
     assert torch.equal(*caches)
-    for ours, theirs in zip(layers[0].stores, layers[1].stores, strict=True):
+    for ours, theirs in zip(layers[0].indexes, layers[1].indexes, strict=True):
         if exact:
             same_entries(ours, theirs, lengths, tables)
         ours.records.copy_(theirs.records.cpu())
@@ -243,8 +243,8 @@ def long_contexts(
         layer.cache.copy_(cache)
         layer.requests.table.copy_(table)
     pages = torch.arange(rows * longest, dtype=torch.int32)
-    kernels.index_pages(pages.to(device), layers[1].stores[0])
-    layers[0].stores[0].records.copy_(layers[1].stores[0].records.cpu())
+    kernels.index_pages(pages.to(device), layers[1].indexes[0])
+    layers[0].indexes[0].records.copy_(layers[1].indexes[0].records.cpu())
     ones = torch.ones(rows, dtype=torch.int64)
     in_rows = DeviceRows(
         torch.randperm(rows).int(), torch.zeros(rows, dtype=torch.int32),
@@ -280,7 +280,7 @@ def low_rank_records(device, *, head_size, entry, rank=0, kv_heads=1):
     """Records approximate keys nearly as well as the specification's do."""
     torch.manual_seed(head_size + entry)
     index, pages, dtype = LowRank(rank), 4, torch.bfloat16
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         index, pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=entry, dtype=dtype,
         layout="rows", alignment=RECORD_ALIGNMENT,
     )  # fmt: skip

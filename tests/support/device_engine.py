@@ -123,7 +123,7 @@ def _describe_worker(worker):
         "retrieving": sorted(impls),
         "kv_heads": {impl.num_kv_heads for impl in impls.values()},
         "blocks": {len(cache) // (worker.cache_config.block_size // 16) for cache in caches},
-        "pages": {store.pages for store in runner.retrieval_layers.stores},
+        "pages": {store.pages for store in runner.retrieval_layers.indexes},
         "planned": None if tiers is None else tiers.blocks,
         "slots": 0 if tiers is None else tiers.capacity,
         "replays": sum(graph.count for graph in runner.cudagraph_manager.graphs.values()),

@@ -82,9 +82,9 @@ class NoIndex(Sound):
 
     layer = ("lists", "records")
 
-    def write_kv(self, key, value, slot_mapping, cache, stores):
+    def write_kv(self, key, value, slot_mapping, cache, indexes):
         kernels.write_kv(key, value, slot_mapping, cache, ())
-        for store in stores:
+        for store in indexes:
             store.records.zero_()
 
 
@@ -94,9 +94,9 @@ class StaleIndex(Sound):
     layer = ("records",)
     answers = False  # what is decoded here is in the window
 
-    def write_kv(self, key, value, slot_mapping, cache, stores):
+    def write_kv(self, key, value, slot_mapping, cache, indexes):
         decodes = len(slot_mapping) <= MOST_ROWS
-        kernels.write_kv(key, value, slot_mapping, cache, () if decodes else stores)
+        kernels.write_kv(key, value, slot_mapping, cache, () if decodes else indexes)
 
 
 class NoMerge(Sound):

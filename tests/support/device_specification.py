@@ -48,10 +48,10 @@ class Checked:
                 self.selections += 1
         assert torch.equal(requests.corrected, expected_requests.corrected)
 
-    def write_kv(self, key, value, slot_mapping, cache, stores):
-        kernels.write_kv(key, value, slot_mapping, cache, stores)
+    def write_kv(self, key, value, slot_mapping, cache, indexes):
+        kernels.write_kv(key, value, slot_mapping, cache, indexes)
         written = slot_mapping[slot_mapping >= 0]
-        for store in stores:
+        for store in indexes:
             size = store.entry_tokens
             entries = written[written % size == size - 1] // size
             if not store.index.grows and len(entries):

@@ -165,7 +165,7 @@ class HomeWorker:
         differing = compared = 0
         for name, impl in self.retrieval_layers.items():
             cache, mark, _ = self._laid_out(name, impl)
-            for store in impl.stores:
+            for store in impl.indexes:
                 entries = mark.view(len(store.records), -1).all(1)
                 pages = entries.repeat_interleave(store.spans).nonzero().flatten().int()
                 records = torch.zeros_like(store.records)

@@ -10,7 +10,7 @@ from vllm_kvretrieval.kernels import (
     Chooser,
     Contexts,
     DecodeRows,
-    IndexStore,
+    IndexRecords,
     Mode,
     Selection,
     cpu,
@@ -65,7 +65,7 @@ def make_chooser(
     keys_and_values = torch.randn(pages, kv_heads, 2, head_size, page_size)
     keys_and_values[:, :, 0] += torch.randn(pages, kv_heads, head_size, 1)
     shape = (pages, kv_heads, page_size, 2 * head_size)
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         index,
         pages=pages,
         kv_heads=kv_heads,

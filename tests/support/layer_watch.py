@@ -17,7 +17,7 @@ from vllm_kvretrieval.kernels import device_reference as reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.reference.index import build, keys_of
 from vllm_kvretrieval.kernels.reference.plan import entry_count
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 
 ROUNDING = 0.02
 """The tolerance of a log-sum-exp of scores in half precision."""
@@ -66,7 +66,7 @@ class Context:
             held: The layer's selection; what it has at the row's seat is written.
         """
         impl, store, seat = self.impl, self.chooser.store, slice(self.seat, self.seat + 1)
-        own = IndexStore(
+        own = IndexRecords(
             store.index, store.entry_tokens, self.records(), store.page_size, store.head_size,
             store.dtype, self.cache, "rows",
         )  # fmt: skip

@@ -12,11 +12,11 @@ from benchmarks.stepper import BLOCK, Stepper
 from tests.support.store_model import Lost, contents
 from vllm_kvretrieval.engine.allotments import allotted_blocks
 from vllm_kvretrieval.engine.connector import Seats
-from vllm_kvretrieval.engine.cpu.store import HomeStore
-from vllm_kvretrieval.engine.store_steps import FIELD
-from vllm_kvretrieval.store.files import write_at
-from vllm_kvretrieval.store.inbox import Change, put
-from vllm_kvretrieval.store.store import Geometry, open_store
+from vllm_kvretrieval.store.disk.files import write_at
+from vllm_kvretrieval.store.disk.inbox import Change, put
+from vllm_kvretrieval.store.disk.store import Geometry, open_store
+from vllm_kvretrieval.store.serving.halves import FIELD
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 
 BLOCKS = 90
 PARTS = 24, 8
@@ -45,7 +45,7 @@ class Life:
 
     def __init__(self, directory, stepper, seed=0):
         self.random = random.Random(seed)
-        self.home: Any = HomeStore(str(directory), {"model": "test", "block_size": BLOCK})
+        self.home: Any = WorkerStore(str(directory), {"model": "test", "block_size": BLOCK})
         self.home.file(GEOMETRY)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
         self.lost = Lost()

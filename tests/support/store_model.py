@@ -6,11 +6,10 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_kvretrieval.store.contexts import NO_PARENT
-from vllm_kvretrieval.store.files import Folder, write_at
-from vllm_kvretrieval.store.making import make_store
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Geometry, Store, name_of, open_store
+from vllm_kvretrieval.store.disk.contexts import NO_PARENT
+from vllm_kvretrieval.store.disk.files import Folder, write_at
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import Geometry, Store, make_store, name_of, open_store
 
 IDENTITY = {"model": "test", "dtype": "bfloat16"}
 GEOMETRY = Geometry(blocks=16, layers=3, layer_block_bytes=40, side_bytes=24)

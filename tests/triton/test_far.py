@@ -14,7 +14,7 @@ from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -63,7 +63,7 @@ class Layers:
         shape = {"kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": DTYPE}
         self.choosers = []
         for cache in self.caches:
-            store = IndexStore.empty(
+            store = IndexRecords.empty(
                 MinMax(), pages=PAGES, page_size=PAGE, cache=cache, layout="rows", **shape
             )
             store.records.zero_()

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Rows that one method decodes sparsely.
 
     Attributes:
-        method: Its number among the engine's methods.
+        method: The method's number in the engine.
         rows: int64 [n]; their places among the rows, rising; None where they are all of them.
     """
 

@@ -150,7 +150,7 @@ def _rotations(vllm_config: "VllmConfig", part: Parameters, most: int) -> int | 
 
     Args:
         vllm_config: The engine's.
-        part: Of ``rope_parameters``.
+        part: A part of ``rope_parameters``.
         most: The model's ``max_position_embeddings``.
     """
     import torch

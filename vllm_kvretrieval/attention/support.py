@@ -183,7 +183,7 @@ def _retrieving(model: Any, config: RetrievalConfig) -> list[int] | None:
         None: the model's configuration does not say it, and the worker finds it out.
 
     Raises:
-        RetrievalConfigError: None does.
+        RetrievalConfigError: No layer does.
     """
     layers = full_attention_layers(model)
     if layers is None:
@@ -299,7 +299,7 @@ def refuse_of_model(unsupported: Mapping[str, bool]) -> None:
     """Refuse what a model uses.
 
     Args:
-        unsupported: Its name, and whether the model does.
+        unsupported: The names of features, and whether the model uses them.
     """
     for what, present in unsupported.items():
         if present:

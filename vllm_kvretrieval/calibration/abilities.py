@@ -65,7 +65,7 @@ class FilterAbility:
         highest attention over all heads of the layer. Mass is a mean over the heads.
 
         Args:
-            layer: Its number.
+            layer: The layer's number.
             query: [heads, n, head_size].
             key: [kv_heads, most tokens of a context, head_size].
             context: int64 [n]; tokens that each query attends to, its own included; more than

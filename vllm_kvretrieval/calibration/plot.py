@@ -8,7 +8,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     """Write a PNG: the similarity of layers as a map, their filter abilities as a line.
 
     Args:
-        path: Of the PNG.
+        path: Where the PNG is written.
         result: What ``calibrate`` writes.
     """
     import matplotlib

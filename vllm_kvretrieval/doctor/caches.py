@@ -26,7 +26,7 @@ def check_refused(name: str, refused: OSError) -> Finding | None:
     """Why a folder that has to be written is not; None: the error is about something else.
 
     Args:
-        name: Of the finding.
+        name: The finding's name.
         refused: What importing vLLM, or reading a model, has ended in.
     """
     if refused.errno not in REFUSED or refused.filename is None:

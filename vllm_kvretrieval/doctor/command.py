@@ -93,7 +93,7 @@ def examine_servers(urls: list[str], key: str | None) -> Iterator[Finding]:
     """Findings about running servers, and about what they differ in.
 
     Args:
-        urls: Their addresses.
+        urls: The servers' addresses.
         key: The API key that they ask for, if any.
     """
     from vllm_kvretrieval.doctor.server import Client, check_server, compare

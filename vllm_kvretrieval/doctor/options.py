@@ -14,8 +14,8 @@ from vllm_kvretrieval.doctor.logs import errors_of, quiet
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.model_files import check_model
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.store import store_names
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.store import store_names
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU")}
@@ -70,7 +70,7 @@ def check_options(arguments: Sequence[str], users: int) -> tuple[list[Finding], 
     The configuration is None where they are refused.
 
     Args:
-        arguments: Those behind ``vllm serve``.
+        arguments: The arguments behind ``vllm serve``.
         users: How many users to say the sizes of.
     """
     try:

@@ -103,7 +103,7 @@ class Server(NamedTuple):
     """What was found out about a server.
 
     Attributes:
-        url: Its address.
+        url: The server's address.
         findings: An error among them where it does not answer, or does not retrieve.
         facts: What replicas should have in common, by names; empty where it does not answer.
     """

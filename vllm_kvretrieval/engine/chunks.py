@@ -51,10 +51,10 @@ class ChunkScheduler(Scheduler):
         """Tokens of a prompt in a step; vLLM asks for models with Mamba layers, and we let it ask.
 
         Args:
-            request: Whose prompt it is.
-            num_new_tokens: As many as the step has room for, at most.
+            request: The request whose prompt is cut.
+            num_new_tokens: The most tokens that the step has room for.
             found: Tokens found in the prefix cache, and by a KV connector.
-            named: The same by name.
+            named: The same arguments by name.
         """
         start = request.num_computed_tokens + sum(found) + sum(named.values())
         if not self._by_mamba:

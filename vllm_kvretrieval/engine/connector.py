@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, known, log_line
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.store.ranks import name_of_all
+from vllm_kvretrieval.store.disk.ranks import name_of_all
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.store import StoredBlocks
+    from vllm_kvretrieval.store.serving.scheduler import SchedulerStore
 
 ENGINES = "engines"
 """In the connector's configuration: how many engines of this server run on one machine. vLLM lets
@@ -77,8 +77,8 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: Callable[[], dict[str, int]] = dict
         self._seats: Seats | None = None
         self._limit: Callable[[int], None] = lambda seats: None
-        self._restore: Callable[[str], StoredBlocks] | None = None
-        self._stored: StoredBlocks | None = None
+        self._restore: Callable[[str], SchedulerStore] | None = None
+        self._stored: SchedulerStore | None = None
 
     def report(
         self,
@@ -102,7 +102,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         """Call ``limit`` with the number of requests at once, when the scheduler's half has it."""
         self._limit = limit
 
-    def restore_by(self, restore: Callable[[str], "StoredBlocks"]) -> None:
+    def restore_by(self, restore: Callable[[str], "SchedulerStore"]) -> None:
         """Call ``restore`` with the name of the store, when the scheduler's half has it."""
         self._restore = restore
 
@@ -143,8 +143,11 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Nothing comes from elsewhere; but a request may have to wait for a check of the store."""
-        waits = self._stored is not None and self._stored.waits(request)
+        """Nothing comes from elsewhere; but a request may have to wait for a check of the store.
+
+        vLLM asks again then, and looks up anew what the request shares.
+        """
+        waits = self._stored is not None and self._stored.waits(request, num_computed_tokens)
         return (None if waits else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -3,10 +3,10 @@
 import hashlib
 from dataclasses import dataclass
 
-from vllm_kvretrieval.engine.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 

@@ -51,7 +51,7 @@ def bytes_per_block(
         specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
-        alignment: Of the fields of page indexes' records, in bytes.
+        alignment: The alignment of the fields of page indexes' records, in bytes.
     """
     blocks, index = [], 0
     for group in kv_cache_groups(vllm_config, specs):
@@ -85,7 +85,7 @@ def cache_with_slow_home(
         specs: vLLM's KV cache specs of this worker's layers; not empty.
         config: Options of the engine.
         retrieving: Says which layers retrieve.
-        alignment: Of the fields of page indexes' records, in bytes.
+        alignment: The alignment of the fields of page indexes' records, in bytes.
 
     Returns:
         The cache; None if layers differ, or none retrieves, and the home is ``auto``.

@@ -107,7 +107,7 @@ class RetrievalMetrics:
         config: Options of the engines.
         metric_types: Classes to make in place of those of ``prometheus_client``.
         labelnames: Names of vLLM's labels.
-        per_engine_labelvalues: Their values, by the index of the engine.
+        per_engine_labelvalues: The values of the labels, by the index of the engine.
     """
 
     def __init__(

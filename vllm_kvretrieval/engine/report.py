@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 logger = init_logger("vllm.kvretrieval.worker")
@@ -15,7 +15,7 @@ def log_method(
     config: RetrievalConfig,
     retrieval_layers: int,
     layers: int,
-    stores: Iterable[IndexStore],
+    indexes: Iterable[IndexRecords],
     kernels: str,
     shares: str = "",
 ) -> None:
@@ -25,14 +25,14 @@ def log_method(
         config: Options of the engine.
         retrieval_layers: How many layers retrieve.
         layers: Layers with attention, of which these are some.
-        stores: The page indexes of all layers.
+        indexes: The page indexes of all layers.
         kernels: Which ones run.
         shares: How far KV heads differ in what they attend to.
     """
     if config.own.whole:
         logger.info("%s: all %d layers attend to whole contexts.", config.method, layers)
     else:
-        _log_parts(config, retrieval_layers, layers, stores, kernels, shares)
+        _log_parts(config, retrieval_layers, layers, indexes, kernels, shares)
     if others := [name for name in config.methods if name != config.method]:
         logger.info("Requests may also name these methods: %s.", ", ".join(others))
 
@@ -41,14 +41,14 @@ def _log_parts(
     config: RetrievalConfig,
     retrieval_layers: int,
     layers: int,
-    stores: Iterable[IndexStore],
+    indexes: Iterable[IndexRecords],
     kernels: str,
     shares: str,
 ) -> None:
     """Log which parts of long contexts decode steps attend to; see :func:`log_method`."""
     budget = config.page_budget()
     size: dict[str, int] = {}
-    for store in stores:
+    for store in indexes:
         assert store.index is not None
         name = f"{store.index.name} per {store.entry_tokens} tokens"
         size[name] = size.get(name, 0) + store.records.numel()

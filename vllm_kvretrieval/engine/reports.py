@@ -45,7 +45,7 @@ def in_use(vllm_config: Any, config: RetrievalConfig) -> dict[str, str]:
 
     Args:
         vllm_config: The configuration of the engine.
-        config: Its options.
+        config: The engine's options of retrieval.
     """
     from vllm.platforms import current_platform
 

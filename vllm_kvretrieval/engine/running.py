@@ -17,7 +17,7 @@ class Note(NamedTuple):
     """A request as the scheduler has announced it.
 
     Attributes:
-        extra_args: Of its sampling parameters, as its client has given them.
+        extra_args: ``extra_args`` of the sampling parameters, as the client has given them.
         prompt: Tokens of its prompt.
         tokens: Tokens that it had when it came: its prompt, and after an interruption also what it
             had generated before. They are read, and not decoded.

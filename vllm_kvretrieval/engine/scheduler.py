@@ -14,16 +14,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_kvretrieval.engine.arrivals import Arrivals
 from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
-from vllm_kvretrieval.engine.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
-from vllm_kvretrieval.engine.store import StoredBlocks
 from vllm_kvretrieval.options.request import RequestReader
+from vllm_kvretrieval.retrieval.levels import NEVER, BlockLevels, Level, Taint
+from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 logger = init_logger("vllm.kvretrieval.scheduler")
 
@@ -80,7 +79,7 @@ class RetrievalScheduler(ChunkScheduler):
         self._has_partial = any(m.block_size > self.hash_block_size for m in self._managers)
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
-        self._store: StoredBlocks | None = None
+        self._store: SchedulerStore | None = None
         self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
@@ -122,12 +121,12 @@ class RetrievalScheduler(ChunkScheduler):
         self._output = None
         return stats
 
-    def _restore(self, name: str) -> StoredBlocks:
+    def _restore(self, name: str) -> SchedulerStore:
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
         longest = -(-self.max_model_len // self.hash_block_size)
-        self._store = StoredBlocks(
+        self._store = SchedulerStore(
             self.retrieval.store,
             name,
             pool,
@@ -152,11 +151,8 @@ class RetrievalScheduler(ChunkScheduler):
         exactness = self._read(request)
         if not exactness.reads_cache:
             request.skip_reading_prefix_cache = True
-        # vLLM does not let a request wait that shares nothing.
-        store = None if request.skip_reading_prefix_cache else self._store
-        if store is not None and not store.ready(request):
-            # The connector makes the request wait, and vLLM asks again.
-            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+        if self._store is not None:
+            self._store.tend()  # what is forgotten or damaged is not found
         blocks, tokens, *rest, diverged = super()._get_local_prefix_cache_hit(
             request, *args, **kwargs
         )

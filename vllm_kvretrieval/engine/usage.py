@@ -17,7 +17,7 @@ class Counts(NamedTuple):
         corrected: KV heads that selected anew before attention.
         looked_up: Units of sparse steps, including sink and window, that were looked up in recall
             caches.
-        missed: Those of these units that were read from home while the step waited.
+        missed: The units among these that were read from home while the step waited.
         recalled: Units read from home, ahead or not.
         steps: Decode steps.
         sparse_steps: Decode steps that attended to a part of the context.
@@ -25,7 +25,7 @@ class Counts(NamedTuple):
         attended: Units that sparse steps attended to, with or without a recall cache.
         prompt: Pairs of tokens that exact prefill would attend to, in layers that prefill sparsely;
             the later token of a pair belongs to the prompt. 0 if there are no such layers.
-        prompt_attended: Those of these pairs that were attended to.
+        prompt_attended: The pairs among these that were attended to.
     """
 
     corrected: int = 0
@@ -46,7 +46,7 @@ def log_usage(req_id: str, context: int, counts: Counts, retrieval_heads: int) -
     Args:
         req_id: The id of the request.
         context: Tokens of its context.
-        counts: Its counts.
+        counts: The request's counts.
         retrieval_heads: KV heads times retrieval layers.
     """
     sparse_heads = max(counts.sparse_steps * retrieval_heads, 1)

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.explain.attention import LayerAttention
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, IndexStore, Selection, reference
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    Contexts,
+    DecodeRows,
+    IndexRecords,
+    Selection,
+    reference,
+)
 from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
@@ -229,7 +236,7 @@ def make_chooser(
     pages = -(-tokens // size)
     pages += -pages % method.entry_pages
     padded = torch.nn.functional.pad(layer.keys, (0, head_size, 0, pages * size - tokens))
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         method.index,
         pages=pages,
         kv_heads=kv_heads,

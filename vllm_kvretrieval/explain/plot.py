@@ -15,9 +15,9 @@ def plot(path: Path, result: dict[str, Any], heads: Sequence[HeadAttention]) -> 
     """Write a PNG: entropies and budgets by layer, then per head where it looks and what is left.
 
     Args:
-        path: Of the PNG.
+        path: Where the PNG is written.
         result: What ``explain`` writes as JSON.
-        heads: Those shown.
+        heads: The KV heads that are shown.
     """
     import matplotlib
 

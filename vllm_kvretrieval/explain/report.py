@@ -26,7 +26,7 @@ class HeadAttention(NamedTuple):
     """The attention of one KV head over the prompt.
 
     Attributes:
-        layer, head: Their numbers.
+        layer, head: The numbers of the layer and of the KV head.
         attention: float32 [tokens]; attention of the last queries, a mean over queries.
         tokens, always: bool [tokens]; see :class:`Attended`.
         share: The share of the last query's attention that falls on ``tokens``.
@@ -66,7 +66,7 @@ def layer_rows(
 
     Args:
         layers: The layers' attention, by number.
-        budgets: Their budgets.
+        budgets: The layers' budgets.
         found: The tokens that their heads attend to.
     """
     return [
@@ -88,7 +88,7 @@ def head_row(head: HeadAttention, text_of: Callable[[int, int], str]) -> dict[st
     """The figures of a KV head, for JSON.
 
     Args:
-        head: Its attention.
+        head: The attention of the KV head.
         text_of: The text of the tokens from one position to before another.
     """
     ends = borders(len(head.attention), STRETCHES)

@@ -19,7 +19,7 @@ def served_options(model: str, method: str, options: Mapping[str, Any]) -> dict[
     Args:
         model: Path, or name on a hub.
         method: The engine's own method.
-        options: Its options, as the user wrote them.
+        options: The engine's options, as the user wrote them.
     """
     if not presets()[method].finer or not isinstance(current_platform, CpuRetrieval):
         return {**options}

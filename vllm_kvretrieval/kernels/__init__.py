@@ -21,7 +21,7 @@ from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    IndexStore,
+    IndexRecords,
     KeptTokens,
     Merge,
     Selection,
@@ -32,7 +32,7 @@ __all__ = [
     "ContextSelector",
     "Contexts",
     "DecodeRows",
-    "IndexStore",
+    "IndexRecords",
     "KeptTokens",
     "Merge",
     "Mode",

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 
 
 class Column(IntEnum):
@@ -178,7 +178,7 @@ class DeviceOps(Protocol):
         value: torch.Tensor,
         slot_mapping: torch.Tensor,
         cache: torch.Tensor,
-        stores: Sequence[IndexStore],
+        indexes: Sequence[IndexRecords],
     ) -> None:
         """Write new keys and values to the cache, and take them into the page indexes of the layer.
 
@@ -193,7 +193,7 @@ class DeviceOps(Protocol):
             slot_mapping: int64 [T]; ``page_id * page_size + offset``, negative for padding. Tokens
                 of one page are adjacent, in their order.
             cache: [pages, kv_heads, page_size, 2 * head_size], written.
-            stores: The indexes of ``cache``, with records aligned to ``RECORD_ALIGNMENT`` bytes;
+            indexes: The indexes of ``cache``, with records aligned to ``RECORD_ALIGNMENT`` bytes;
                 their ``records`` are written.
 
         Raises:
@@ -202,7 +202,7 @@ class DeviceOps(Protocol):
         """
         ...
 
-    def index_pages(self, pages: torch.Tensor, store: IndexStore) -> None:
+    def index_pages(self, pages: torch.Tensor, store: IndexRecords) -> None:
         """Take full pages of the cache into an index.
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from vllm_kvretrieval.kernels import reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 
 
 def prepare_rows(
@@ -34,15 +34,15 @@ def write_kv(
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
-    stores: Sequence[IndexStore],
+    indexes: Sequence[IndexRecords],
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`."""
     reference.write_rows(key, value, slot_mapping, cache)
-    for store in stores:
+    for store in indexes:
         reference.update_index(key, slot_mapping, store)
 
 
-def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
+def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.index_pages`."""
     reference.index_pages(pages, torch.full_like(pages, store.page_size), store)
 

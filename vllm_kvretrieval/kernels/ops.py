@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore, KeptTokens, Merge
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, KeptTokens, Merge
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.keeping import Keeping
 
@@ -14,7 +14,7 @@ class Ops(Protocol):
     """One implementation of the ops."""
 
     def update_index(
-        self, key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore
+        self, key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexRecords
     ) -> None:
         """Take newly written keys into the page index.
 
@@ -35,7 +35,7 @@ class Ops(Protocol):
         """
         ...
 
-    def index_pages(self, pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+    def index_pages(self, pages: torch.Tensor, lengths: torch.Tensor, store: IndexRecords) -> None:
         """Take keys of the KV cache into the page index.
 
         This is for pages that were not written token by token, but loaded by a KV connector, for
@@ -90,7 +90,7 @@ class Ops(Protocol):
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided.
             rows: ``lists``, ``lengths`` and ``corrected`` are written.
-            chooser: Its selection is written at the seats of the rows.
+            chooser: How the layer selects; its selection is written at the rows' seats.
             remainder: Written; None: nothing is added up.
 
         Raises:

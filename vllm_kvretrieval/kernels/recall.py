@@ -101,7 +101,7 @@ class RecallCache(Protocol):
 
         Args:
             rows: The rows of ``resolve``; ``lists`` is not read.
-            chooser: Its selection names the pages.
+            chooser: How the layer selects; its selection names the pages.
 
         Raises:
             ValueError: A row does not fit, as in ``plan_decode``. Nothing has changed then.

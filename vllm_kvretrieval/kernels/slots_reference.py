@@ -107,7 +107,7 @@ def _find(
 
     Args:
         wanted: [n]; pages by position.
-        row, head: Whose.
+        row, head: The numbers of the row and of the KV head that attends to them.
         free: bool [C]; what may be given away, unless it holds a page that is wanted.
         rows, residency, recalls: See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
     """

@@ -12,7 +12,7 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 
 
 @dataclass
-class IndexStore:
+class IndexRecords:
     """The records of an index over the pages of one layer.
 
     Attributes:
@@ -60,7 +60,7 @@ class IndexStore:
         layout: str = "vec",
         means: bool = False,
         alignment: int = 1,
-    ) -> "IndexStore":
+    ) -> "IndexRecords":
         """Records for ``pages`` pages; their contents are undefined."""
         tokens = entry_tokens or page_size
         width = 0 if index is None else index.record_bytes(head_size, tokens, dtype, alignment)
@@ -147,7 +147,7 @@ class Chooser:
         handle: The view of an implementation of all this, made on first use.
     """
 
-    store: IndexStore
+    store: IndexRecords
     selection: Selection
     pooling: Pooling
     scale: float
@@ -183,7 +183,7 @@ class ContextSelector:
         handle: The view of an implementation of all this, made on first use.
     """
 
-    store: IndexStore
+    store: IndexRecords
     chosen: torch.Tensor
     group: int
     scale: float

@@ -26,7 +26,7 @@ class DecodePlan:
     """How rows of one method decode.
 
     Attributes:
-        method: Its number among the engine's methods, or ``WHOLE``.
+        method: The method's number in the engine, or ``WHOLE``.
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
         lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
@@ -66,7 +66,7 @@ class StepRows:
 
     Attributes:
         seats: int32 [R].
-        context: Their contexts.
+        context: The rows' contexts.
         fresh: bool [R]; whether the previous step was no sparse decode step of the request.
         index: See :class:`DecodePlan`.
         options: :data:`SEAT` [R]; what their requests ask for.
@@ -116,7 +116,7 @@ class GroupMethod(Protocol):
 
     @property
     def even(self) -> bool:
-        """Whether all KV heads of all layers attend to as many tokens, and to nothing besides."""
+        """Whether all lists of all layers have one length, and there is no remainder."""
         ...
 
     @property
@@ -180,7 +180,7 @@ class LayerMethod(Protocol):
         """Room for what the tokens of the lists weigh; None: the method does not ask.
 
         Args:
-            query: As for :meth:`choose`.
+            query: See :meth:`choose`.
 
         Returns:
             float32 [R, heads, most tokens].
@@ -191,7 +191,7 @@ class LayerMethod(Protocol):
         """Take note of what the tokens weighed.
 
         Args:
-            plan: As for :meth:`choose`.
+            plan: See :meth:`choose`.
             weights: What :meth:`weights` returned, written.
         """
         ...
@@ -226,7 +226,7 @@ class Layer(NamedTuple):
     """A layer with plain full attention.
 
     Attributes:
-        impl: Its attention.
+        impl: The layer's attention.
         kv_cache: [pages, kv_heads, page_size, 2 * head_size].
         layout: The name of vLLM's attention ``isa``.
     """
@@ -268,7 +268,7 @@ class WorkSize(NamedTuple):
         tokens: Tokens of the longest context.
         heads: Query heads.
         kv_heads: KV heads.
-        head_size, dtype: Of keys and values.
+        head_size, dtype: The head size and element type of keys and values.
         rows: Most requests that run at once.
         pieces: Most blocks of prompts in a step.
         piece_queries: Queries by which each of them selects; 0: prompts select nothing.
@@ -316,7 +316,7 @@ class Family(Protocol):
         """Bytes in which a layer chooses; one layer works at a time.
 
         Args:
-            methods: Those of this family, one at least.
+            methods: The methods of this family, one at least.
             size: The largest work.
         """
         ...

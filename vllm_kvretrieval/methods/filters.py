@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner, Chunks
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexStore, Merge, Ops, cpu
+from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexRecords, Merge, Ops, cpu
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -209,7 +209,7 @@ def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int
 def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
     """Make a dense layer a filter."""
     config, impl, kv_cache = facts.config, layer.impl, layer.kv_cache
-    store = IndexStore.empty(
+    store = IndexRecords.empty(
         Exact(),
         pages=kv_cache.shape[0],
         kv_heads=impl.num_kv_heads,

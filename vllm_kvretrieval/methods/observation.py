@@ -12,8 +12,8 @@ class Observed(NamedTuple):
     """Queries of a step that are to be kept, int64 [n] each.
 
     Attributes:
-        tokens: Their places among the step's tokens.
-        seats: Of their requests.
+        tokens: Places of the queries among the step's tokens.
+        seats: Seats of the requests.
         places: In these requests' windows: position in the context, modulo the window.
     """
 
@@ -23,12 +23,12 @@ class Observed(NamedTuple):
 
 
 class LatestQueries:
-    """Those of one filter layer: a ring per seat.
+    """The latest queries of one filter layer: a ring per seat.
 
     Args:
-        seats: Of the requests.
+        seats: Seats of the requests.
         window: Queries per request.
-        heads, head_size, dtype: Of the layer's queries.
+        heads, head_size, dtype: Sizes and element type of the layer's queries.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Observation:
     """Knows of each seat how many of its latest queries have been kept without a gap.
 
     Args:
-        weights: Of a window's queries, the latest at the end.
+        weights: Weights of a window's queries, the latest one's at the end.
         ends: int32 [seats]; the caller's own; zero whenever a seat changes hands.
         counts: int32 [seats]; likewise.
     """

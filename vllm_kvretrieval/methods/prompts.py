@@ -108,7 +108,7 @@ class KeptPrompts:
             seat: The request's seat.
             method: The number of its method.
             prompt: Tokens of its prompt.
-            budget: Its budget per KV head on average.
+            budget: The request's budget per KV head on average.
             exact: Whether it attends to everything.
 
         Returns:

@@ -56,7 +56,7 @@ def connect_layers(facts: EngineFacts, layers: Mapping[int, Layer]) -> None:
 
     Args:
         facts: The engine.
-        layers: Those with plain full attention, by their numbers in the model.
+        layers: Layers with plain full attention, by their numbers in the model.
     """
     for number, method in enumerate(facts.config.methods.values()):
         family_of(method).connect(facts, number, method, layers)

@@ -146,7 +146,7 @@ class RetrievalConfig(Options):
         return max(m.open_pages(self.budgets, raw and m is self.own) for m in methods)
 
     @functools.cached_property
-    def stores(self) -> tuple[IndexKind, ...]:
+    def index_kinds(self) -> tuple[IndexKind, ...]:
         """What all methods keep of entries. Methods with equal indexes share their records."""
         used: dict[tuple[Index, int], bool] = {}
         for method in self.methods.values():
@@ -168,7 +168,7 @@ class RetrievalConfig(Options):
         tokens = kv_bytes // (2 * head_size * dtype.itemsize)  # per KV head
         return sum(
             tokens // kind.entry_tokens * kind.record_bytes(head_size, dtype, alignment)
-            for kind in self.stores
+            for kind in self.index_kinds
         )
 
     @property

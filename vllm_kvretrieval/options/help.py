@@ -24,7 +24,7 @@ def markdown(table: Mapping[str, Option], names: Collection[str] = (), links: bo
 
     Args:
         table: The options.
-        names: Those that are shown, in this order; none: all.
+        names: The options that are shown, in this order; none: all.
         links: Whether to link to where docs/options.md says more.
     """
     lines = ["| option | meaning | values | default |", "| --- | --- | --- | --- |"]

@@ -286,7 +286,7 @@ def _prefill_share(
     Args:
         share: ``prefill_share`` of the request; None: it names none.
         budget: See :func:`_prefill_budget`, which returns it.
-        method, exact, config: As there.
+        method, exact, config: See there.
     """
     most = config.prefill_share
     if share is None:

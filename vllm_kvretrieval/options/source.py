@@ -76,7 +76,7 @@ def window_tokens(
     """The tokens of a window that is given as a size: those of as many whole pages as fit.
 
     Args:
-        size: As the user wrote it, such as ``8MiB``.
+        size: The size as the user wrote it, such as ``8MiB``.
         vllm_config: The configuration of the engine.
         method, page_size, dense_layers: Options of the engine.
 

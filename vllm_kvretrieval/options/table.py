@@ -128,8 +128,8 @@ class Options:
     )
     outliers: float | None = of_method(
         PART,
-        "the share of the selected pages that are the ones whose keys are least like their mean, "
-        "whatever the query is, at least one of two or more; with `index: landmark`",
+        "the share of the selected pages that every query gets: those whose keys are least like "
+        "their mean, one at least if two or more are selected; with `index: landmark`",
         "0; `shadowkv`: 0.158",
         neutral=0,
         more="methods.md#shadowkv",

@@ -67,7 +67,7 @@ def finer_for_model(
     Args:
         model: vLLM's configuration of the model.
         method: The engine's own method.
-        options: Its options, as the user wrote them.
+        options: The engine's options, as the user wrote them.
     """
     preset = presets()[method]
     finer = preset.finer

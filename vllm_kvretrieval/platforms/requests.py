@@ -41,7 +41,7 @@ def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logpr
     Args:
         owner: What has the engine's ``vllm_config``, such as vLLM's ``InputProcessor``.
         extra_args: ``SamplingParams.extra_args`` of the request, over HTTP its ``vllm_xargs``.
-        prompt_logprobs: As in ``SamplingParams``; None: the request asks for none.
+        prompt_logprobs: See ``SamplingParams``; None: the request asks for none.
 
     Raises:
         RetrievalRequestError: Names the option, and says why and what to do.

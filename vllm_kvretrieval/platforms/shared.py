@@ -40,7 +40,7 @@ class RetrievalPlatform(Platform):
         worker: Path of the worker's class.
         support: The module with the refusals of this platform, of engines and of layers; imported
             when first needed.
-        record_alignment: Of the fields of page indexes' records there, in bytes.
+        record_alignment: The alignment of the fields of page indexes' records, in bytes.
     """
 
     worker: ClassVar[str]

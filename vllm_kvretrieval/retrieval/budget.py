@@ -89,7 +89,7 @@ class Budgets:
         return budget
 
     def largest(self, method: "Method") -> tuple[PageBudget, ...]:
-        """Those budgets of requests that no other exceeds in every part.
+        """Budgets of requests that no other budget exceeds in every part.
 
         Sink and window are rounded to pages, so a smaller budget may select more than a larger one.
         In ``DEFAULT_SHARE`` pages each of them grows by one page at most; budgets that are smaller

@@ -21,17 +21,17 @@ class Capacity:
 
     Args:
         config: Options of the engine.
-        kv_heads: Of each retrieval layer of the model, those of all workers together.
+        kv_heads: KV heads of each retrieval layer, of all workers together.
         longest: Tokens of the longest context.
         part: Which of how many equal parts of each layer's KV heads are this worker's.
 
     Attributes:
-        allotments: Of methods whose layers or KV heads do not all get as much, by name.
+        allotments: Allotments of methods that give layers or KV heads unequal shares, by name.
         chosen: int64 [KV heads of the worker, layer after layer]; units (pages, or single tokens)
             that a request selects in the layer itself, or keeps.
         attended: int64, the same shape; what a step attends to, sink and window included: pages,
-            or tokens where the engine has a method that selects these. What comes after a prompt
-            of which tokens are kept once, and heads that attend to whole contexts, are left out.
+            or tokens where the engine has a method that selects these. Generated tokens of methods
+            that choose once, and heads that read everything, are not counted.
         filtered: Tokens that filter layers select for others; 0 where there are none.
     """
 

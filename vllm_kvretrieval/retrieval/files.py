@@ -29,7 +29,7 @@ def contents(given: Any, refuse: Callable[[Exception], RetrievalConfigError]) ->
     """The contents of a JSON file.
 
     Args:
-        given: Its path, or an option whose file has been read.
+        given: The file's path, or an option whose file has been read.
         refuse: Makes the error for a file that cannot be read, or is no JSON, from Python's error.
 
     Raises:

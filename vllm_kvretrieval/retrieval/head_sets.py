@@ -71,7 +71,7 @@ class HeadOption:
     """An option that names KV heads.
 
     Attributes:
-        kind: Its files.
+        kind: The kind of files that name the heads.
         known: What the files tell of a model, for messages.
         heads: What one of the heads is called, for messages.
         share: The share of the model's heads that is taken by default.
@@ -136,7 +136,7 @@ class HeadSet:
 
     Attributes:
         option: The option.
-        given: Its value as the user wrote it, for messages.
+        given: The option's value as the user wrote it, for messages.
         flags: For each retrieval layer, which KV heads are named; None: by measurements.
         file: The measurements; None: those of this package.
         share: The share of the KV heads that is taken.

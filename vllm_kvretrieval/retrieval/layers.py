@@ -51,10 +51,10 @@ def has_windows(model_config: Any) -> bool:
 def retrieving_layers(
     numbers: Iterable[int], roles: Mapping[int, Role], dense_layers: int
 ) -> list[int]:
-    """Those of the layers with plain full attention that attend to parts of long contexts.
+    """Layers with plain full attention that attend to parts of long contexts.
 
     Args:
-        numbers: Of these layers.
+        numbers: Numbers of the layers with plain full attention.
         roles: What they do; empty where each selects for itself.
         dense_layers: Leading layers of the model that keep full attention.
     """

@@ -119,9 +119,9 @@ class Kind:
         """The file for a model's shape that has its name, or else the first for the shape.
 
         Args:
-            files: Those of this package.
+            files: The files of this package.
             model: The model's path, or its place on a hub.
-            config: Its configuration.
+            config: The model's configuration.
             known: What the files tell of a model, for messages.
             or_else: What a user can do instead of measuring, for messages.
 
@@ -138,7 +138,7 @@ class Kind:
 
     @staticmethod
     def find(files: Sequence[File], model: str, config: Any) -> File | None:
-        """As :meth:`of_model`; None: there is no such file."""
+        """Call :meth:`of_model`; None: there is no such file."""
         shape, name = shape_of(config), name_of(model).lower()
         alike = [file for file in files if file.shape == shape]
         named = [file for file in alike if file.model.lower() == name]

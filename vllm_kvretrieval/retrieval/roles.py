@@ -89,7 +89,7 @@ def stage_roles(roles: Mapping[int, Role], layers: Collection[int]) -> dict[int,
     would follow is dense.
 
     Args:
-        roles: Of all layers of the model; see :func:`roles_of`.
+        roles: The roles of all layers of the model; see :func:`roles_of`.
         layers: The stage's, with plain full attention.
     """
     own = {layer: roles[layer] for layer in sorted(layers)}

@@ -174,7 +174,7 @@ def numbers_of(
 
     Args:
         value: The list: a number per layer, or a list of them, one per KV head.
-        given: As the user wrote it, for messages.
+        given: The value as the user wrote it, for messages.
         option: The option's name, for messages.
 
     Raises:

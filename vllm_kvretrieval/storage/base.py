@@ -106,7 +106,7 @@ class LayerStorage(Protocol):
         """Bring what rows attend to into fast memory.
 
         Args:
-            rows: Their lists are void afterwards.
+            rows: The rows of the step; their lists are void afterwards.
             lists: What they attend to, numbered as in the KV cache; over the rows' lists.
             ready: What has been done for these rows already.
 
@@ -119,7 +119,7 @@ class LayerStorage(Protocol):
         """Begin to bring what the rows' next step will probably attend to.
 
         Args:
-            rows: Those of :meth:`reach`.
+            rows: The rows of :meth:`reach`.
             chooser: What it selected by.
         """
         ...
@@ -139,7 +139,7 @@ class LayerStorage(Protocol):
         """Begin to bring what layers after this one will attend to.
 
         Args:
-            rows: Their lists say what it is. If it is brought, they get the places.
+            rows: The rows whose lists say what it is. If it is brought, they get the places.
         """
         ...
 
@@ -219,7 +219,7 @@ class Storage(Protocol):
 
         Args:
             seats: The seats that they had.
-            requests: Their ids; some may have had no seat.
+            requests: The requests' ids; some may have had no seat.
         """
         ...
 

@@ -93,7 +93,7 @@ class Announcing(InPlace):
     """A dense layer that announces what layers after it attend to.
 
     Args:
-        layer: Its storage otherwise.
+        layer: The layer's storage without announcements.
         recall: The recall of the layers after it.
     """
 

@@ -57,7 +57,7 @@ class LostBlocks:
     Args:
         home: Where the pages are.
         caches: What reads and writes them by calls.
-        directory: Of the home's file, for messages.
+        directory: The directory of the home's file, for messages.
         blocks: How many there are.
         block_size: Tokens of each.
         pages: Pages of each.

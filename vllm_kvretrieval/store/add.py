@@ -3,7 +3,9 @@
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +13,15 @@ from tqdm import tqdm
 
 from vllm_kvretrieval.calibration.inputs import read_text
 from vllm_kvretrieval.command_line import serve_arguments
+from vllm_kvretrieval.compat import default_chat_options
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.model_files import check_model
-from vllm_kvretrieval.store.changes import each_store, give_names, locked
-from vllm_kvretrieval.store.chats import ServedChat
-from vllm_kvretrieval.store.contexts import contexts, id_of, reachable
-from vllm_kvretrieval.store.meaning import check_name
-from vllm_kvretrieval.store.ranks import Ranks
+from vllm_kvretrieval.store.disk.changes import each_store, give_names, locked
+from vllm_kvretrieval.store.disk.contexts import contexts, id_of, reachable
+from vllm_kvretrieval.store.disk.names import check_name
+from vllm_kvretrieval.store.disk.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -30,6 +32,65 @@ ENDS_S = 60.0
 """How long the engine may take to end."""
 TAILS = "\n\nWhat", " 1?"
 """What may follow a document in a chat; what it has in common with all is the document."""
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Turn what vLLM refuses within the block into errors that a command prints."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except (VLLMValidationError, ValueError) as error:
+        raise RetrievalConfigError(f"store add --chat: {error}") from None
+
+
+class ServedChat:
+    """Chats of one message, as ``vllm serve`` writes them.
+
+    Args:
+        served: The arguments of ``vllm serve``.
+
+    Raises:
+        RetrievalConfigError: The template that they name is none.
+    """
+
+    def __init__(self, served: argparse.Namespace) -> None:
+        from vllm.renderers.chat_utils import load_chat_template
+
+        with _refused():
+            self._template = load_chat_template(served.chat_template)
+        self._format = served.chat_template_content_format
+        self._defaults = default_chat_options(served)
+
+    def tokens(self, renderer: Any, model: Any, text: str) -> list[int]:
+        """The tokens of a chat, with what the template puts behind the message.
+
+        Args:
+            renderer: vLLM's renderer of the engine.
+            model: vLLM's configuration of the model.
+            text: The message, a user's.
+
+        Raises:
+            RetrievalConfigError: vLLM has no template for this model, or needs none.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.utils.mistral import is_mistral_tokenizer
+
+        if model.hf_config.model_type == "gpt_oss":
+            raise RetrievalConfigError(
+                "store add --chat: vLLM writes the date at the start of every chat of gpt-oss, so "
+                "a document would be found on one day alone. Use prompts, and leave --chat out."
+            )
+        by_tokens = is_mistral_tokenizer(renderer.tokenizer) or model.enable_prompt_embeds
+        defaults = self._defaults | {"tools": None, "tokenize": by_tokens}
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": text}])
+        chat = request.build_chat_params(self._template, self._format).with_defaults(defaults)
+        # No limit: who asks says better which document is too long.
+        size = replace(request.build_tok_params(model), max_total_tokens=None)
+        with _refused():
+            _, (prompt,) = renderer.render_chat([request.messages], chat, size)
+        return list(prompt["prompt_token_ids"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +181,7 @@ def _documents(
 
     Args:
         llm: The engine.
-        texts, names: Of the documents.
+        texts, names: Texts and names of the documents.
         chat: Writes the chats whose first message texts will begin; None: they begin prompts.
     """
     tokenizer: Any = llm.get_tokenizer()
@@ -174,7 +235,7 @@ def last_key(tokens: list[int], config: Any, salt: str | None) -> bytes | None:
     """The key of the last full block of a document, as vLLM hashes it.
 
     Args:
-        tokens: Its tokens.
+        tokens: The document's tokens.
         config: vLLM's ``CacheConfig``.
         salt: The ``cache_salt`` of requests.
 

@@ -12,19 +12,20 @@ from tqdm import tqdm
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.add import add_arguments
-from vllm_kvretrieval.store.changes import change, each_store, locked
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN
-from vllm_kvretrieval.store.listing import listed
-from vllm_kvretrieval.store.making import remove_store, remove_unfinished
-from vllm_kvretrieval.store.store import (
+from vllm_kvretrieval.store.disk.changes import change, each_store, locked
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN
+from vllm_kvretrieval.store.disk.store import (
     LOCK,
     WORKER_LOCK,
     StoreInUseError,
     release,
+    remove_store,
+    remove_unfinished,
     store_names,
     take_locks,
 )
+from vllm_kvretrieval.store.listing import listed
 
 CONTEXT = "name of a context, or its id (its first 8 digits or more), as `ls` shows them"
 DONE = {PIN: "is pinned", UNPIN: "has no pin of its own any more", DROP: "is forgotten"}

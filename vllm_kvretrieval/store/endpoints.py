@@ -16,9 +16,9 @@ from starlette.datastructures import State
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.store.changes import change
+from vllm_kvretrieval.store.disk.changes import change
+from vllm_kvretrieval.store.disk.names import UnknownContextError
 from vllm_kvretrieval.store.listing import listed
-from vllm_kvretrieval.store.meaning import UnknownContextError
 
 KEY_VARIABLE = "KVRETRIEVAL_STORE_API_KEY"
 KEY_HEADER = "X-Store-API-Key"

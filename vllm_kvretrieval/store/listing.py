@@ -2,19 +2,13 @@
 
 from dataclasses import dataclass
 
-from vllm_kvretrieval.store.changes import each_store
-from vllm_kvretrieval.store.contexts import (
-    contexts,
-    paths,
-    pinned_blocks,
-    reachable,
-    read_names,
-    read_pins,
-)
-from vllm_kvretrieval.store.ranks import Ranks
+from vllm_kvretrieval.store.disk.changes import each_store
+from vllm_kvretrieval.store.disk.contexts import contexts, paths, pinned_blocks, reachable
+from vllm_kvretrieval.store.disk.names import read_names, read_pins
+from vllm_kvretrieval.store.disk.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
-"""Words for ``vllm_kvretrieval.engine.levels.Kind``."""
+"""Words for ``vllm_kvretrieval.retrieval.levels.Kind``."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class ListedContext:
         written: When its last block was stored, in seconds since 1970.
         pinned: Whether it has a pin.
         pinned_tokens: How many of its first tokens are never evicted, whichever pin holds them.
-        names: Its names.
+        names: The context's names.
         begins_with: Names of the contexts behind which it goes on, the first one first.
     """
 
@@ -47,12 +41,12 @@ class ListedStore:
     """A store.
 
     Attributes:
-        name: Of its directory.
+        name: The name of the store's directory.
         model: The model's class.
         dtype: In which it computes.
-        codec: Of pages in home.
+        codec: The codec of pages in home.
         vllm: The version of vLLM.
-        bytes: Of all files.
+        bytes: Bytes of all files.
         tokens: How many are stored.
         room: How many can be.
         count: How many contexts there are.

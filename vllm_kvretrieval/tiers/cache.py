@@ -17,13 +17,13 @@ class Cache:
         kv_heads: Per layer.
         block_size: Tokens per block of vLLM's.
         block_bytes: Bytes of a block in one layer.
-        head_size, dtype: Of keys and values.
+        head_size, dtype: The head size and element type of keys and values.
         max_num_seqs, max_model_len: Most requests at once, and tokens of each.
         attended: The most that a request attends to in each retrieval layer: (page, KV head)
             units, or, if methods select single tokens, tokens of KV heads, all with the same
             number; None: for each KV head as many as the largest budget has.
         step_tokens: Most tokens that a step computes.
-        alignment: Of the fields of page indexes' records, in bytes.
+        alignment: The alignment of the fields of page indexes' records, in bytes.
     """
 
     retrieval_layers: int

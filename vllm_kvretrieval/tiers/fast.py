@@ -63,7 +63,7 @@ class FastTier:
         """Forget requests that no longer run.
 
         Args:
-            requests: Their ids; unknown ones are ignored.
+            requests: The requests' ids; unknown ones are ignored.
 
         Returns:
             Pages to be encoded now, and partly filled pages, which will never be read.

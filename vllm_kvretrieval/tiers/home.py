@@ -114,7 +114,7 @@ class DiskHome:
         """A layer for reading single tokens: the system does not read their neighbours.
 
         Args:
-            layer: Its number.
+            layer: The layer's number.
 
         Returns:
             int8 [layer_bytes]; in a mapping of its own, which the first call makes.
@@ -131,7 +131,7 @@ class DiskHome:
         staging buffer to outgrow.
 
         Args:
-            layer: Its number.
+            layer: The layer's number.
             runs: The parts, see :func:`page_runs`.
             following: The parts of the next layer; None if it is not read in place.
         """

@@ -141,7 +141,7 @@ def reserve(fd: int, size: int, directory: str) -> None:
     Args:
         fd: Descriptor of the file.
         size: Bytes.
-        directory: Its directory, for messages.
+        directory: The home's directory, for messages.
 
     Raises:
         RetrievalConfigError: The disk is full, or the system refuses it for another reason.

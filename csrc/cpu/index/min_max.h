@@ -1,7 +1,7 @@
 // Channel-wise minimum and maximum of the keys (FreeKV, section 3.2; Quest): the score is an upper
 // bound of q.k for every key that the record covers: relu(q).max + min(q, 0).min.
 //
-// Record: minimum [head_size], maximum [head_size]. It grows with every key (update.cpp), so an
+// Record: minimum [head_size], maximum [head_size]. It grows with every key (build.cpp), so an
 // unfinished entry has a record, too.
 #pragma once
 
@@ -15,7 +15,7 @@ struct MinMax {
   static void score(const ScoreTask<E>& t) {
     score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{}});
   }
-  static void build(const BuildTask<E>&) {}  // update.cpp and build.cpp need no float keys
+  static void build(const BuildTask<E>&) {}  // build.cpp needs no float keys
 
  private:
   struct Split {

@@ -256,7 +256,7 @@ class AttendingLayer(CPUAttentionBackendImpl):
     def _attend_by_vllm(
         self, query: torch.Tensor, part: Part, schedule: Schedule, output: torch.Tensor
     ) -> None:
-        """Where keys lie as AMX has them, which vLLM's kernel has, or as only that one knows.
+        """Attend by vLLM's kernel: to keys laid out for AMX, and in layouts that only vLLM reads.
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """

@@ -169,8 +169,8 @@ class BlockPlanner(Divisor):
         """float64 [prompts]; pairs of tokens that KV heads leave out of each prompt, on average.
 
         Args:
-            division: Of the prompts.
-            always: As for :meth:`plan`.
+            division: How the prompts are divided.
+            always: See :meth:`plan`.
             reads: How the heads read; those in late layers count for nothing.
             prompts: How many there are.
         """
@@ -186,8 +186,8 @@ class BlockPlanner(Divisor):
         A block that begins behind a prefix in the cache selects as a whole one does.
 
         Args:
-            division: Of the prompts.
-            always: As for :meth:`plan`.
+            division: How the prompts are divided.
+            always: See :meth:`plan`.
             select: int [C]; pages that a head selects on average.
         """
         begins = (division.ends - division.new) // self.chunk * self.chunk

@@ -30,9 +30,9 @@ class Chunks:
         weights: float32 [R, n]; of these.
         lists: What they attend to, their own tokens at the end; its entries are the rows' lists.
         block_table: int32 [R, blocks]; where that lies in the staging buffer.
-        start: Their first token in the step.
+        start: The first token of the chunks in the step.
         query_start_loc: int32 [R + 1]; the first token of each, counted from there.
-        listed: Whose selection the lists hold, of filter layers.
+        listed: The filter layers whose selections the lists hold.
     """
 
     method: int
@@ -73,12 +73,12 @@ class ChunkPlanner(Divisor):
         """How chunks are staged: all at once, or in turns, as they fit.
 
         Args:
-            division: Of adjacent requests.
+            division: How the prompts of adjacent requests are divided.
             block_table: int32 [requests, >= pages]; theirs.
-            start: Their first token in the step.
+            start: The first token of these requests in the step.
             staging: Where they are to be staged.
-            kv_heads: Of the layers that follow.
-            first_seat: Of the first chunk.
+            kv_heads: KV heads of the layers that follow a filter.
+            first_seat: The seat of the first chunk.
         """
         lens = division.attended
         blocks = -(-lens // staging.block_size)

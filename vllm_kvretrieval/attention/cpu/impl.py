@@ -9,7 +9,7 @@ from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
 from vllm_kvretrieval.attention.cpu.plans import RetrievalMetadata, Split
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
-from vllm_kvretrieval.kernels import Chooser, IndexStore, Ops
+from vllm_kvretrieval.kernels import Chooser, IndexRecords, Ops
 from vllm_kvretrieval.methods import LayerMethod, LayerWatcher
 from vllm_kvretrieval.storage import LayerStorage
 
@@ -20,7 +20,7 @@ class RetrievalAttentionImpl(AttendingLayer):
     Attributes:
         choosers: How the layer selects, by the number of the method; empty in a dense layer. Set by
             the worker once the KV cache is allocated.
-        stores: The page indexes that these have, each once.
+        indexes: The page indexes that these have, each once.
         watchers: Methods that look at the layer's attention after it, by their numbers.
     """
 
@@ -28,7 +28,7 @@ class RetrievalAttentionImpl(AttendingLayer):
         super().__init__(*args, **kwargs)
         check_impl(self)
         self.choosers: list[Chooser] = []
-        self.stores: list[IndexStore] = []
+        self.indexes: list[IndexRecords] = []
         self.watchers: dict[int, LayerWatcher] = {}
 
     def attach(
@@ -67,7 +67,7 @@ class RetrievalAttentionImpl(AttendingLayer):
             if isinstance(method, LayerWatcher):
                 self.watchers[number] = method
         recorded = (c.store for c in choosers if c.store.records.numel())
-        self.stores = list({id(store): store for store in recorded}.values())
+        self.indexes = list({id(store): store for store in recorded}.values())
 
     def do_kv_cache_update(
         self,
@@ -81,7 +81,7 @@ class RetrievalAttentionImpl(AttendingLayer):
             self.kernels.write_rows(key, value, slot_mapping, kv_cache)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        for store in self.stores:
+        for store in self.indexes:
             self.kernels.update_index(key, slot_mapping, store)
         self.storage.written(slot_mapping)
 
@@ -108,7 +108,7 @@ class RetrievalAttentionImpl(AttendingLayer):
         with self.storage.contexts(attn_metadata.reads):
             if pages := attn_metadata.loaded:
                 # Where keys are in an unknown layout, bounds of a copied page stay too wide.
-                for store in (store for store in self.stores if store.cache is not None):
+                for store in (store for store in self.indexes if store.cache is not None):
                     self.kernels.index_pages(pages.ids, pages.lengths, store)
             if self.choosers and split is not None:
                 self._attend_in_parts(layer, query, key, value, kv_cache, split, output)

@@ -36,7 +36,7 @@ class Prefill:
     """Requests that read their prompts.
 
     Attributes:
-        start: Their first token in the batch.
+        start: The first token of the requests in the batch.
         by: Where vLLM's kernel attends, its metadata for them alone; where ours does, their lists.
             Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
@@ -64,7 +64,7 @@ class Prefill:
 
     @property
     def tokens(self) -> slice:
-        """Their tokens in the batch."""
+        """The rows' tokens in the batch."""
         starts = self.by.starts if isinstance(self.by, PromptLists) else self.by.query_start_loc
         return slice(self.start, self.start + int(starts[-1]))
 
@@ -89,10 +89,10 @@ class Split:
 
     Attributes:
         prompts: int64 [n]; places of the requests that read their prompts. The others have a single
-            token each. Where contexts are not read in place, those of the others that neither
-            choose nor fit in slots are prefill, too.
-        decode: Those of the others that attend to pages of their own choice, by method.
-        whole: The rest of the others.
+            token each. Where contexts are not read in place, requests with a single token that
+            neither choose nor fit in slots count as prompts, too.
+        decode: The rows that attend to pages of their own choice, by method.
+        whole: The other rows with a single token.
         prefill: The requests that read their prompts, in turns.
     """
 

@@ -19,7 +19,7 @@ ISAS = ("vec", "vec16")
 """Variants of vLLM's kernel, by its own names, whose pages the copy lays out as blocks."""
 
 ISAS_OF_ROWS = (*ISAS, "amx")
-"""Those for which it can lay out pages of rows."""
+"""Variants for which the copy can lay out pages of rows."""
 
 WORTHWHILE_QUERIES = 128
 """Copying the context pays for itself from about this many queries on."""
@@ -50,7 +50,7 @@ class PrefillStaging:
 
     Args:
         page_size: Tokens per page, a power of two.
-        kv_heads, head_size, dtype: Of the KV cache.
+        kv_heads, head_size, dtype: Sizes of the KV cache.
         max_tokens: Tokens of the longest context.
         isa: Variant of vLLM's kernel that reads it.
         rows: Whether the KV cache has rows, which that kernel does not read.
@@ -153,7 +153,7 @@ def staging_for(
         isa: Variant of vLLM's kernel that reads it.
         config: Options of the engine.
         encoded: Whether the pages are encoded.
-        model: Its name, for messages.
+        model: The model's name, for messages.
         max_tokens: Tokens of the longest context.
 
     Raises:

@@ -114,13 +114,13 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_steps(vllm_config.scheduler_config, config)
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
-    check_outside(config.stores, head_size, model.dtype)
+    check_outside(config.index_kinds, head_size, model.dtype)
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Have blocks of a page, or of an entry of pages, where vLLM's are smaller and not named."""
     cache = vllm_config.cache_config
-    needed = max([config.page_size, *(kind.entry_tokens for kind in config.stores)])
+    needed = max([config.page_size, *(kind.entry_tokens for kind in config.index_kinds)])
     if not cache.user_specified_block_size and configured_block_size(vllm_config) < needed:
         cache.block_size, cache.user_specified_block_size = needed, True
 
@@ -146,7 +146,7 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     block_size = configured_block_size(vllm_config)
     if support.has_foreign_connector(vllm_config):
         block_size = config.page_size
-    for kind in config.stores:
+    for kind in config.index_kinds:
         if kind.entry_tokens > config.page_size and block_size % kind.entry_tokens:
             raise RetrievalConfigError(
                 f"kv_retrieval.summary_size={kind.entry_tokens} cannot be used with blocks of "

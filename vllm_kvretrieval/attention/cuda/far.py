@@ -24,11 +24,11 @@ class FarTier:
     Args:
         ops: Implementation of :class:`DeviceOps` and :class:`SlotOps`.
         side: Runs what is beside the model.
-        staging: Of prompts.
+        staging: The memory into which prompts' contexts are copied.
         layers: How many there will be.
         seats: Most requests that run at once; they are numbered up to it.
         rows: Most rows of a step.
-        kv_heads: Of a layer.
+        kv_heads: KV heads of a layer.
         capacity: Slots of a KV head of a seat.
         width: Most pages that a KV head attends to.
         device: Where the slots are.
@@ -97,8 +97,8 @@ class FarLayer:
     """One layer.
 
     Args:
-        tier: Its tier.
-        number: Of the tier's layers, in the order of the model.
+        tier: The tier that the layer belongs to.
+        number: The layer's place among the tier's layers, in the order of the model.
         home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
         slots: [seats * kv_heads * capacity, page_size, 2 * head_size].
     """
@@ -132,12 +132,12 @@ class FarLayer:
         Args:
             query, output: [tokens, heads, head_size]; ``output`` is written.
             key, value: [tokens, kv_heads, head_size]; of this step, at home already.
-            rows: As ``prepare_rows`` left them, with ``far``.
-            requests, choosers: Of the layer.
+            rows: The rows as ``prepare_rows`` left them, with ``far``.
+            requests, choosers: The layer's requests and choosers.
             plan: With positions; written.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
-            rules: Of the model; see ``SlotOps.sparse_decode``.
+            rules: The model's rules of attention; see ``SlotOps.sparse_decode``.
         """
         tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
         ops.write_tail(key, value, rows, self._residency, self.slots)
@@ -182,7 +182,7 @@ class FarLayer:
             layer: vLLM's.
             query, output: [tokens, heads, head_size]; ``output`` is written.
             key, value: [tokens, kv_heads, head_size]; of this step.
-            scales: Of the output.
+            scales: The scales of the output.
         """
         tier = self._tier
         for number, wave in enumerate(tier.staging.waves):

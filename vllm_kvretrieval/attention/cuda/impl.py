@@ -11,7 +11,7 @@ from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -23,9 +23,9 @@ class RetrievalAttentionImpl(AttentionImpl):
 
     Attributes:
         dense: vLLM's backend for whole contexts.
-        half: Its implementation.
+        half: The dense half's implementation.
         choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
-        stores: The page indexes that these have, each once.
+        indexes: The page indexes that these have, each once.
     """
 
     dense: ClassVar[type[AttentionBackend]]
@@ -73,7 +73,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         """Make this a dense layer, as it is at first, which holds on to no tensor."""
         self.ops: Any = None
         self.choosers: Sequence[Chooser] = ()
-        self.stores: list[IndexStore] = []
+        self.indexes: list[IndexRecords] = []
         self.requests: DeviceRequests | None = None
         self.workspace: Workspace | None = None
         self.units: torch.Tensor | None = None
@@ -94,8 +94,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             ops: Implementation of :class:`DeviceOps` and of ``SlotOps.sparse_decode``.
             choosers: Freshly made, by the number of the method; one at least.
             cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
-            requests: Of the layer's group.
-            workspace: Of layers of this shape.
+            requests: The requests of the layer's group.
+            workspace: The workspace that layers of this shape share.
             far: What serves the layer where its cache is in host memory.
         """
         pages, kv_heads, page_size, row = cache.shape
@@ -105,7 +105,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         self.workspace, self.far = workspace, far
         self.units = cache.view(pages * kv_heads, page_size, row)
         kept = (c.store for c in choosers if c.store.records.numel())
-        self.stores = list({id(store): store for store in kept}.values())
+        self.indexes = list({id(store): store for store in kept}.values())
 
     def do_kv_cache_update(
         self,
@@ -117,7 +117,7 @@ class RetrievalAttentionImpl(AttentionImpl):
     ) -> None:
         """Write new keys and values to the cache, and take them into the layer's indexes."""
         if self.choosers:
-            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.stores)
+            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes)
         else:
             self.half.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 

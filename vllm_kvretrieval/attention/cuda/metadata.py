@@ -102,7 +102,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
         Args:
             ops: Implementation of the ops.
-            requests: Those that run.
+            requests: The requests that run.
             page_size: Tokens per page of the layers' indexes.
             tier: What the layers that retrieve share where their home is host memory.
 

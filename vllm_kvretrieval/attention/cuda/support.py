@@ -77,7 +77,7 @@ def check_preset(name: str, options: Any) -> None:
     be another method. If the user names a codec, or options that are wrong, later checks judge.
 
     Args:
-        name: Of the preset.
+        name: The preset's name.
         options: The ``kv_retrieval`` options as the user wrote them.
     """
     preset, given = presets()[name], options if isinstance(options, Mapping) else {}

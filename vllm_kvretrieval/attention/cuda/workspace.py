@@ -29,7 +29,7 @@ class Workspace:
 
     Args:
         rows: Most rows of a step.
-        kv_heads, group, head_size: Of the layers.
+        kv_heads, group, head_size: Sizes of the layers.
         entries: Most entries of a context's page index.
         width: Most pages that a KV head attends to.
         page_size: Tokens per page.

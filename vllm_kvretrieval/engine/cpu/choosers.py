@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvretrieval.engine.requests import RequestTable
-from vllm_kvretrieval.kernels import Chooser, IndexStore, Selection, cpu
+from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class Choosers:
 
         Args:
             name: The layer's name.
-            impl: Its attention.
+            impl: The layer's attention.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size].
             layout: How that lays out keys.
         """
         config, requests = self._worker.retrieval_config, self._requests
         heads = self._worker.retrieval_heads[name]
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
-        check_outside(config.stores, impl.head_size, kv_cache.dtype)
+        check_outside(config.index_kinds, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self._worker.seats,
             group=impl.num_queries_per_kv,
@@ -45,8 +45,8 @@ class Choosers:
             counts=None if requests.selected is None else requests.selected[:, heads],
             **shape,
         )
-        stores = {
-            (index, tokens): IndexStore.empty(
+        indexes = {
+            (index, tokens): IndexRecords.empty(
                 index,
                 pages=kv_cache.shape[0],
                 page_size=config.page_size,
@@ -58,13 +58,13 @@ class Choosers:
                 **shape,
             )
             for index, tokens, means in [
-                *((kind.index, kind.entry_tokens, kind.means > 0) for kind in config.stores),
+                *((kind.index, kind.entry_tokens, kind.means > 0) for kind in config.index_kinds),
                 *((None, m.entry_tokens, False) for m in config.methods.values() if not m.index),
             ]
         }
         return [
             Chooser(
-                stores[m.index, m.entry_tokens],
+                indexes[m.index, m.entry_tokens],
                 selection,
                 m.pooling,
                 impl.scale,
@@ -82,7 +82,7 @@ class Choosers:
 
         Args:
             impl: The layer's attention.
-            kv_cache: As for :meth:`of`.
+            kv_cache: See :meth:`of`.
             choosers: What that returned.
         """
         config = self._worker.retrieval_config

@@ -69,7 +69,7 @@ def widen_linear_layers(model: torch.nn.Module) -> int:
     """Let a model's linear layers use :func:`linear` where vLLM left them to PyTorch.
 
     Args:
-        model: As vLLM has loaded it.
+        model: The model as vLLM has loaded it.
 
     Returns:
         How many do.

@@ -16,7 +16,6 @@ from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.attention.parts import PromptReads
-from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -33,6 +32,7 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, directory_for, free_space
 from vllm_kvretrieval.tiers.sizes import Tiers
@@ -49,7 +49,7 @@ class PlanningWorker(CPUWorker):
         stored: The store that holds the slow home; None without one.
     """
 
-    stored: HomeStore | None = None
+    stored: WorkerStore | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -251,7 +251,7 @@ class PlanningWorker(CPUWorker):
         return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
-        """Those of the layers that attend to parts of long contexts."""
+        """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
         return [name for name in names if numbers.get(name) in found]

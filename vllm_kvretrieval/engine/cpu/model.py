@@ -13,7 +13,7 @@ def mend_model(model: nn.Module, own: bool) -> None:
     """Mend what vLLM computes wrongly, or slowly.
 
     Args:
-        model: As vLLM has loaded it.
+        model: The model as vLLM has loaded it.
         own: Whether results may differ from vLLM's by rounding (``attention: own``).
     """
     flatten_heads(model)

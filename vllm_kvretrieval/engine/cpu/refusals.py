@@ -32,7 +32,7 @@ def check_logits(
 
     Args:
         worker: The worker.
-        groups: Its layers.
+        groups: The worker's groups of layers.
         layers: All layers by name.
 
     Returns:

@@ -18,7 +18,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
     """Log options and sizes once the worker has its KV cache.
 
     Args:
-        worker: Whose.
+        worker: The worker that starts.
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config
@@ -34,7 +34,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         config,
         len(worker.retrieval_layers),
         num_layers,
-        [store for impl in worker.retrieval_layers.values() for store in impl.stores],
+        [store for impl in worker.retrieval_layers.values() for store in impl.indexes],
         cpu.isa(),
         _described_shares(worker),
     )

@@ -8,16 +8,16 @@ from vllm.distributed import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.compat import bound_warm_up
-from vllm_kvretrieval.engine.cpu.identity import hashing_weights, identity_of
 from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-from vllm_kvretrieval.engine.cpu.store import HomeStore
 from vllm_kvretrieval.engine.memory import least_of_workers
-from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.storage import Storage
 from vllm_kvretrieval.storage.file import FileStorage
 from vllm_kvretrieval.storage.lost import LostLoads
-from vllm_kvretrieval.store.store import Geometry, Part
+from vllm_kvretrieval.store.disk.store import Geometry, WorkerShare
+from vllm_kvretrieval.store.serving.halves import FIELD, StoreStep
+from vllm_kvretrieval.store.serving.identity import hashing_weights, identity_of
+from vllm_kvretrieval.store.serving.worker import WorkerStore
 
 
 class StoringWorker(PlanningWorker):
@@ -49,10 +49,10 @@ class StoringWorker(PlanningWorker):
         weights = [""] * self.parallel_config.tensor_parallel_size
         torch.distributed.all_gather_object(weights, hashes[0], get_tp_group().cpu_group)
         identity = identity_of(self.vllm_config, self.retrieval_config, layers, weights)
-        self.stored = HomeStore(
+        self.stored = WorkerStore(
             directory,
             {**identity, "attention_own": self.attention.own},
-            Part(self.rank, len(weights)),
+            WorkerShare(self.rank, len(weights)),
         )
 
     def attach_store(

@@ -25,7 +25,6 @@ from vllm_kvretrieval.engine.cpu.compiled import load_compiled
 from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
-from vllm_kvretrieval.engine.cpu.store import geometry_of
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.places import move_kv_cache
@@ -44,6 +43,7 @@ from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage import LayerPlace, Memory, Storage
 from vllm_kvretrieval.storage.places import STORAGES, FileFacts
+from vllm_kvretrieval.store.serving.worker import geometry_of
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
@@ -56,7 +56,7 @@ class Group(NamedTuple):
     """Layers with plain full attention that share metadata.
 
     Attributes:
-        builder: Their metadata builder.
+        builder: The metadata builder of the layers.
         staging: Where they lay out contexts of prompts; None: they read them where they are.
         names: Names of the layers that attend to parts of long contexts.
         all_names: Names of all.
@@ -236,7 +236,7 @@ class RetrievalCPUWorker(StoringWorker):
             if name not in self.in_home:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 yield store.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
@@ -400,6 +400,6 @@ class RetrievalCPUWorker(StoringWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            for store in impl.stores:
+            for store in impl.indexes:
                 blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]

@@ -17,7 +17,7 @@ from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 ROWS = "rows"
@@ -118,13 +118,13 @@ class RetrievalLayers:
         self._workspaces.clear()
 
     @property
-    def stores(self) -> list[IndexStore]:
+    def indexes(self) -> list[IndexRecords]:
         """The page indexes of all layers."""
-        return [store for impl in self.impls.values() for store in impl.stores]
+        return [store for impl in self.impls.values() for store in impl.indexes]
 
     def index_everything(self) -> None:
         """Index all pages of the cache from their keys."""
-        for store in self.stores:
+        for store in self.indexes:
             pages = torch.arange(store.pages, dtype=torch.int32, device=self.device)
             self.ops.index_pages(pages, store)
 
@@ -153,8 +153,8 @@ class RetrievalLayers:
         without = [(None, m.entry_tokens) for m in methods if m.index is None]
         with self.device:  # tensors are made there
             selection = make_selection(config, self.requests.capacity, impl.group, shape)
-            stores = {
-                (index, tokens): IndexStore.empty(
+            indexes = {
+                (index, tokens): IndexRecords.empty(
                     index,
                     pages=len(cache),
                     page_size=config.page_size,
@@ -164,10 +164,13 @@ class RetrievalLayers:
                     alignment=RECORD_ALIGNMENT,
                     **shape,
                 )
-                for index, tokens in [*((k.index, k.entry_tokens) for k in config.stores), *without]
+                for index, tokens in [
+                    *((k.index, k.entry_tokens) for k in config.index_kinds),
+                    *without,
+                ]
             }
         return [
-            Chooser(stores[m.index, m.entry_tokens], selection, m.pooling, impl.scale)
+            Chooser(indexes[m.index, m.entry_tokens], selection, m.pooling, impl.scale)
             for m in methods
         ]
 
@@ -191,7 +194,7 @@ def make_workspace(
 ) -> Workspace:
     """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
-    finest = min([kind.entry_tokens for kind in config.stores], default=config.page_size)
+    finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,

@@ -184,7 +184,7 @@ class RetrievalModelRunner(GPUModelRunner):
         side = None if tiers is None else self.make_side(self.device)
         kept.attach(groups, layers, tiers, side, is_profiling=is_profiling)
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
-        self.kv_caches += [store.records for store in kept.stores]
+        self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
 
     def _drop_retrieval(self) -> None:

@@ -107,7 +107,7 @@ class RetrievalGPUWorker(Worker):
         super().initialize_from_config(kv_cache_config)
         kept = self.model_runner.retrieval_layers
         layers = len(self.get_kv_cache_spec())
-        log_method(kept.config, len(kept.impls), layers, kept.stores, "Triton")
+        log_method(kept.config, len(kept.impls), layers, kept.indexes, "Triton")
         if self.tiers is not None:
             log_tiers(kept.config, self.tiers, self.cache_config.block_size)
         self._report_traffic(kept)

@@ -4,7 +4,7 @@ import torch
 
 from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexStore
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords
 from vllm_kvretrieval.retrieval.index.base import mean_bytes
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -89,14 +89,14 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     )
 
 
-def store_handle(store: IndexStore) -> "_cpu.Index":
+def store_handle(store: IndexRecords) -> "_cpu.Index":
     """The store, bound at the first call; raises ValueError where that cannot be."""
     if store.handle is None:
         store.handle = _bind_index(store)
     return store.handle
 
 
-def _bind_index(store: IndexStore) -> "_cpu.Index":
+def _bind_index(store: IndexRecords) -> "_cpu.Index":
     size, parts, spans = store.head_size, store.parts, store.spans
     if size % 16:
         raise ValueError(f"head size {size} is no multiple of 16")

@@ -20,7 +20,7 @@ from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
-    IndexStore,
+    IndexRecords,
     KeptTokens,
     Merge,
 )
@@ -42,8 +42,8 @@ def scratch_bytes(scores: int, rows: int) -> int:
     """Bytes that ``plan_decode`` or ``select_context`` keeps for scores in the calling thread.
 
     Args:
-        scores: Of a row: entries or tokens, times query heads.
-        rows: Of a step.
+        scores: Scores of a row: entries or tokens, times query heads.
+        rows: Rows of a step.
     """
     return 4 * max(scores, min(scores * rows, _cpu.MOST_SCORES))
 
@@ -57,7 +57,7 @@ def use_isa(name: str) -> None:
     _cpu.use_isa(name)
 
 
-def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.update_index`."""
     _cpu.update_index(
         key.data_ptr(),
@@ -145,7 +145,7 @@ def list_context(rows: DecodeRows, selector: ContextSelector, kv_heads: int) -> 
     _cpu.list_context(rows_handle(rows), selector_handle(selector), kv_heads)
 
 
-def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.index_pages`."""
     if store.cache is None:
         raise ValueError("the store has no cache to read keys from")
@@ -165,7 +165,7 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
         _build(store, entries[part < lengths[:, None] // store.entry_tokens])
 
 
-def read_keys(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+def read_keys(entries: torch.Tensor, store: IndexRecords) -> torch.Tensor:
     """Keys of some entries as the cache has them.
 
     Args:
@@ -186,7 +186,7 @@ def read_keys(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     return keys
 
 
-def _build(store: IndexStore, entries: torch.Tensor) -> None:
+def _build(store: IndexRecords, entries: torch.Tensor) -> None:
     """Records of an index without kernels."""
     if not len(entries) or not store.records.shape[-1]:
         return

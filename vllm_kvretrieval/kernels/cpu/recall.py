@@ -192,7 +192,7 @@ class TokenRecall:
 
     Args:
         homes: Of each layer, [pages, kv_heads, page_size, 2 * head_size]; its KV cache, of rows.
-        memories: Of each layer, [S, kv_heads, capacity, 2 * head_size]; written.
+        memories: Each layer's memory, [S, kv_heads, capacity, 2 * head_size]; written.
         counts: int64 [S, 3]; per request, tokens (times KV heads and layers) attended to, missed,
             and read from home; added to. A step's own new tokens are no misses.
         shared: Whether one list is for all heads.

@@ -40,7 +40,7 @@ def context_ratings(
             than the one before it; what it does not attend to has minus infinity.
         blocks: int32 [>= pages]; ids of the context's pages.
         length: Tokens of the context.
-        selector: Of the layer.
+        selector: The layer's selector.
     """
     store = selector.store
     assert store.cache is not None

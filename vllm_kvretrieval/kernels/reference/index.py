@@ -2,12 +2,12 @@
 
 import torch
 
-from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index import Field, pack, unpack
 from vllm_kvretrieval.retrieval.index.base import pack_means
 
 
-def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStore) -> None:
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.update_index`."""
     size = store.entry_tokens
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -30,7 +30,7 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexStor
             store.records[entry] = build(keys_of_entries(number, store), store, values)[0]
 
 
-def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -> None:
+def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.index_pages`."""
     assert store.cache is not None
     size = store.page_size
@@ -40,14 +40,14 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexStore) -
 
 
 def build(
-    keys: torch.Tensor, store: IndexStore, values: torch.Tensor | None = None
+    keys: torch.Tensor, store: IndexRecords, values: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Build records.
 
     Args:
         keys: float32 [n, entry_tokens, kv_heads, head_size].
         store: Says what records hold.
-        values: As ``keys``; needed if the store has means.
+        values: The values, shaped like ``keys``; needed if the store has means.
 
     Returns:
         uint8 [n, kv_heads, bytes].
@@ -63,7 +63,7 @@ def build(
     return packed.view(len(keys), store.kv_heads, -1)
 
 
-def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+def keys_of_entries(entries: torch.Tensor, store: IndexRecords) -> torch.Tensor:
     """Read the keys of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
     assert store.cache is not None
     pages = torch.stack([keys_of(store.cache[p], store.layout) for p in pages_of(entries, store)])
@@ -72,7 +72,7 @@ def keys_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
 
 
-def values_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+def values_of_entries(entries: torch.Tensor, store: IndexRecords) -> torch.Tensor:
     """Read the values of entries from the cache, float32 [n, entry_tokens, kv_heads, head_size]."""
     assert store.cache is not None
     pages = store.cache[pages_of(entries, store)]
@@ -82,18 +82,18 @@ def values_of_entries(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
     return parts[torch.arange(len(entries)), :, entries % store.parts].transpose(1, 2)
 
 
-def pages_of(entries: torch.Tensor, store: IndexStore) -> torch.Tensor:
+def pages_of(entries: torch.Tensor, store: IndexRecords) -> torch.Tensor:
     """Ids of the pages of entries, int64 [n * spans]; the page of each if it has several."""
     first = entries // store.parts * store.spans
     return (first[:, None] + torch.arange(store.spans)).flatten()
 
 
-def _layout(store: IndexStore) -> tuple[Field, ...]:
+def _layout(store: IndexRecords) -> tuple[Field, ...]:
     assert store.index is not None
     return store.index.fields(store.head_size, store.entry_tokens)
 
 
-def fields_of(records: torch.Tensor, store: IndexStore) -> dict[str, torch.Tensor]:
+def fields_of(records: torch.Tensor, store: IndexRecords) -> dict[str, torch.Tensor]:
     """The fields of packed records, by name."""
     return unpack(_layout(store), records, store.dtype, store.alignment)
 

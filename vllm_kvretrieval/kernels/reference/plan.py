@@ -6,7 +6,7 @@ import torch
 
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.types import Chooser, IndexStore, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -89,7 +89,7 @@ def add_up(
         head: Number of the KV head.
         chooser: How to select.
         attended: int64; positions of the pages that the head attends to.
-        remainder: Of the head, written: [group, head_size] and [group].
+        remainder: The head's remainder, written: [group, head_size] and [group].
     """
     remainder.values.zero_()
     remainder.lse.fill_(-math.inf)
@@ -128,7 +128,7 @@ def selected(rows: DecodeRows, r: int, head: int, units: int, selection: Selecti
     return min(int(selection.counts[rows.seats[r], head]), between)
 
 
-def entry_count(seq_len: int, store: IndexStore) -> int:
+def entry_count(seq_len: int, store: IndexRecords) -> int:
     """The number of entries of a context that have records; unfinished ones do if records grow."""
     grows = store.index is not None and store.index.grows
     return -(-seq_len // store.entry_tokens) if grows else seq_len // store.entry_tokens
@@ -181,14 +181,14 @@ def select_units(
 
 
 def find_outliers(
-    entries: torch.Tensor, head: int, store: IndexStore, between: tuple[int, int], count: int
+    entries: torch.Tensor, head: int, store: IndexRecords, between: tuple[int, int], count: int
 ) -> torch.Tensor:
     """The pages between sink and window whose keys are least like the means of their entries.
 
     Args:
         entries: int64 [n]; those of the context that count.
         head: Number of the KV head.
-        store: Its index tells outliers.
+        store: The page index, which tells outliers.
         between: Where the sink ends and the window begins, in pages.
         count: How many pages to find.
 

@@ -158,9 +158,9 @@ def count_splits(rows: int, multiprocessors: int, tokens: int, head_size: int) -
 
     Args:
         rows: Lists.
-        multiprocessors: Of the device.
+        multiprocessors: The device's multiprocessors.
         tokens: The most that a list has.
-        head_size: Of the keys.
+        head_size: Channels of a key.
     """
     tiles = -(-tokens * triton.next_power_of_2(head_size) // TILE_ELEMENTS)
     wanted = min(SPLITS_PER_UNIT * multiprocessors // rows, tiles // LEAST_TILES)

@@ -7,7 +7,7 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
-from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -101,12 +101,12 @@ def _build_kernel(
         tl.store((to + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True), radius)
 
 
-def grows(store: IndexStore) -> bool:
+def grows(store: IndexRecords) -> bool:
     """Whether records cover unfinished entries."""
     return store.index is not None and store.index.grows
 
 
-def elements(store: IndexStore) -> torch.Tensor:
+def elements(store: IndexRecords) -> torch.Tensor:
     """What the kernels read to score: records, of the cache's dtype or bytes, or the cache."""
     if isinstance(store.index, Exact):
         assert store.cache is not None
@@ -114,7 +114,7 @@ def elements(store: IndexStore) -> torch.Tensor:
     return store.records if isinstance(store.index, LowRank) else store.records.view(store.dtype)
 
 
-def check_store(store: IndexStore, cache: torch.Tensor | None = None) -> None:
+def check_store(store: IndexRecords, cache: torch.Tensor | None = None) -> None:
     """Refuse a store that the kernels cannot serve.
 
     Args:
@@ -140,13 +140,13 @@ def check_store(store: IndexStore, cache: torch.Tensor | None = None) -> None:
         raise ValueError(f"the index is for pages of {store.page_size} tokens, laid out as rows")
 
 
-def build_entries(slot_mapping: torch.Tensor, store: IndexStore) -> None:
+def build_entries(slot_mapping: torch.Tensor, store: IndexRecords) -> None:
     """Build the records of entries whose last tokens have just been written, if it has records."""
     if store.records.shape[2]:
         _build(slot_mapping, True, store)
 
 
-def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
+def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.index_pages`.
 
     Raises:
@@ -161,7 +161,7 @@ def index_pages(pages: torch.Tensor, store: IndexStore) -> None:
     _build((pages[:, None] * store.parts + parts).flatten(), False, store)
 
 
-def _build(entries: torch.Tensor, from_slots: bool, store: IndexStore) -> None:
+def _build(entries: torch.Tensor, from_slots: bool, store: IndexRecords) -> None:
     index, cache, records = store.index, store.cache, elements(store)
     assert index is not None
     assert cache is not None

@@ -26,7 +26,7 @@ def populate(address: int, nbytes: int, threads: int | None = None) -> None:
 
     Args:
         address: Where the mapping begins, on a page's border.
-        nbytes: Its size.
+        nbytes: The mapping's size.
         threads: How many; by default as many as there are cores, up to ``MOST_THREADS``.
 
     Raises:
@@ -58,7 +58,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
     Args:
         address: Where the mapping begins, on a page's border; none of it is there yet.
-        nbytes: Its size.
+        nbytes: The mapping's size.
         node: Number of the node.
 
     Returns:

@@ -40,9 +40,9 @@ def pool_pages(
     """Pool over the group and the entries of a page, as :meth:`Pooling.pool` has it.
 
     Args:
-        scores, stats: Of one KV head of a row; see :class:`DevicePlan`.
+        scores, stats: Scores of one KV head of a row; see :class:`DevicePlan`.
         page: int32 [n]; which pages.
-        entries: Of the context; what is beyond them is not read.
+        entries: Entries of the context; what is beyond them is not read.
         programs: Parts of the stats.
         score_stride: From a query head's scores to the next one's.
 

@@ -190,11 +190,11 @@ def plan_decode(
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
             no kernel for an index.
     """
-    selection, stores = choosers[0].selection, [chooser.store for chooser in choosers]
+    selection, indexes = choosers[0].selection, [chooser.store for chooser in choosers]
     _check(query, rows, requests, choosers, plan)
     if len(rows) == 0:
         return
-    kv_heads, head_size = stores[0].kv_heads, stores[0].head_size
+    kv_heads, head_size = indexes[0].kv_heads, indexes[0].head_size
     pairs, programs = len(rows) * kv_heads, plan.stats.shape[1]
     width = max(triton.next_power_of_2(plan.lists.shape[1]), 16)
     for number, chooser in enumerate(choosers):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
 from vllm_kvretrieval.kernels.triton.index import build_entries, check_store, elements, grows
-from vllm_kvretrieval.kernels.types import IndexStore
+from vllm_kvretrieval.kernels.types import IndexRecords
 
 MAX_HEADS = 8
 """KV heads that one program writes, at most."""
@@ -82,7 +82,7 @@ def write_kv(
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
-    stores: Sequence[IndexStore],
+    indexes: Sequence[IndexRecords],
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`.
 
@@ -98,11 +98,11 @@ def write_kv(
     check_heads("key", key, head_size, key.dtype)
     check_heads("value", value, head_size, key.dtype)
     check_list("slot_mapping", slot_mapping, (tokens,), torch.int64)
-    for store in stores:
+    for store in indexes:
         check_store(store, cache)
     if tokens == 0:
         return
-    growing = [store for store in stores if grows(store)]
+    growing = [store for store in indexes if grows(store)]
     heads = min(triton.next_power_of_2(kv_heads), MAX_HEADS)
     for number, grown in enumerate(growing or [None]):
         _write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
@@ -124,6 +124,6 @@ def write_kv(
             GROWS=grown is not None,
             enable_fp_fusion=True,
         )
-    for store in stores:
+    for store in indexes:
         if store.index is not None and not grows(store):
             build_entries(slot_mapping, store)

@@ -58,7 +58,7 @@ class Codec(ABC):
         Rounding to the KV cache's dtype comes on top.
 
         Args:
-            keys, values: As for :meth:`encode`.
+            keys, values: See :meth:`encode`.
 
         Returns:
             float32 of their shapes; NaN if the row of an element cannot be encoded.

@@ -1,6 +1,6 @@
 """The families of methods; a new one is a file here, one of ``methods``, and a name below."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.families.dropping import DroppingMethod
@@ -37,7 +37,7 @@ SCHEDULES: Mapping[str, str] = {
     name: meaning for family in FAMILIES for name, meaning in family.schedules.items()
 }
 """All values of the option ``schedule``, with a line for ``vllm serve --help``."""
-MIXED = {ScoredMethod, FixedMethod}
+MIXED: Set[type[Method]] = {ScoredMethod, FixedMethod}
 """Families that may have each other's schedules: an index may go unused."""
 
 

@@ -5,6 +5,7 @@ where the KV is; and a file of :mod:`vllm_kvretrieval.methods`, which runs it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.retrieval.presets import Preset
 
 
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """What selects pages or tokens, and when. A family overrides what is otherwise with it.
 
@@ -68,12 +70,13 @@ class Method:
     sink_pages: int | None = None
     window_pages: int | None = None
     budget_shares: Shares = UNIFORM
-    selects: bool = True
-    per_token: bool = False
-    selects_for_others: bool = False
-    whole: bool = False
-    least_chosen: int = 0
 
+    selects: ClassVar[bool] = True
+    selects_for_others: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    least_chosen: ClassVar[int] = 0
+
+    per_token: bool = False
     index: Index | None = None
     summary_size: int | None = None
     entry_pages: int = 1
@@ -99,7 +102,7 @@ class Method:
         Raises:
             RetrievalConfigError: They cannot go together; says why.
         """
-        raise NotImplementedError
+        return cls(name=name, page_size=page_size, schedule=schedule)
 
     @property
     def entry_tokens(self) -> int:
@@ -210,4 +213,5 @@ class Method:
     @property
     def rule(self) -> "Method":
         """The method without the numbers that a request may set and that are measured."""
-        return self
+        plain: dict[str, Any] = {known.name: known.plain for known in self.numbers}
+        return replace(self, **plain)

@@ -8,7 +8,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.needs import Need
-from vllm_kvretrieval.retrieval.shares import Shares, make_shares
+from vllm_kvretrieval.retrieval.shares import make_shares
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.retrieval.budget import PageBudget
@@ -34,15 +34,9 @@ class DroppingMethod(Method):
     }
     options: ClassVar = frozenset("sink window dense_layers budget_shares observation".split())
 
-    name: str
-    page_size: int
-    schedule: str
-    sink_pages: int | None
-    window_pages: int | None
-    budget_shares: Shares
     keeping: Keeping
-    per_token = True
-    least_chosen = 1
+    per_token: bool = True
+    least_chosen: ClassVar = 1
 
     @classmethod
     def make(

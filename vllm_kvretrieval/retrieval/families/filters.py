@@ -31,12 +31,9 @@ class FilterMethod(Method):
         "sink window filters filter_heads observation prefill_budget prefill_chunk".split()
     )
 
-    name: str
-    page_size: int
-    schedule: str
     observation: str
-    per_token = True
-    selects_for_others = True
+    per_token: bool = True
+    selects_for_others: ClassVar = True
 
     @classmethod
     def make(

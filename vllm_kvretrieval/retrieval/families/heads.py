@@ -30,12 +30,8 @@ class HeadMethod(Method):
     }
     options: ClassVar = frozenset({"sink", "dense_layers", "heads"})
 
-    name: str
-    page_size: int
-    schedule: str
-    sink_pages: int | None
     heads: HeadSet
-    selects = False
+    selects: ClassVar = False
 
     @classmethod
     def make(

@@ -86,22 +86,9 @@ class ScoredMethod(Method):
         {"budget", "prefill_share", *(known.name for known in numbers)}
     )
 
-    name: str
-    page_size: int
-    schedule: str
-    sink_pages: int | None
-    window_pages: int | None
-    budget_shares: Shares
     index: Index
-    summary_size: int
-    entry_pages: int
-    per_token: bool
-    pooling: Pooling
-    rerank: int
-    outliers: float
-    correction_threshold: float
     mass: float = 1.0
-    remainder: float = 0.0
+    correction_threshold: float
 
     @classmethod
     def make(
@@ -187,11 +174,6 @@ class ScoredMethod(Method):
             Need.HIGHEST: self.pooling is Pooling.MAX_SOFTMAX,
         }
         return super().needs | {need for need, there in present.items() if there}
-
-    @property
-    def rule(self) -> Method:
-        """See :attr:`Method.rule`."""
-        return replace(self, mass=1.0, correction_threshold=1.0)
 
 
 def _entry_tokens(size: int, page_size: int, index: Index) -> int:

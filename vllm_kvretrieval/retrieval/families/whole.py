@@ -22,11 +22,7 @@ class WholeMethod(Method):
     options: ClassVar = frozenset({"dense_layers"})
     of_requests: ClassVar = frozenset[str]()
 
-    name: str
-    page_size: int
-    schedule: str
-    window_pages: int | None
-    whole = True
+    whole: ClassVar = True
 
     @classmethod
     def make(

@@ -76,7 +76,7 @@ def make_index(value: Any) -> Index | None:
     """The index that an option describes.
 
     Args:
-        value: Its name, or ``{name: parameters}``; ``none``: no index.
+        value: The index's name, or ``{name: parameters}``; ``none``: no index.
 
     Raises:
         RetrievalConfigError: There is no such index, or it has no such parameters.

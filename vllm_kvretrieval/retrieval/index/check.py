@@ -15,9 +15,9 @@ CLOSE = 0.02
 """How much the score of an entry scored alone may differ, relative to the largest score."""
 
 
-def check_outside(stores: Iterable[IndexKind], head_size: int, dtype: torch.dtype) -> None:
-    """Check those of ``stores`` whose indexes other packages bring."""
-    for kind in stores:
+def check_outside(kinds: Iterable[IndexKind], head_size: int, dtype: torch.dtype) -> None:
+    """Check those of ``kinds`` whose indexes other packages bring."""
+    for kind in kinds:
         if type(kind.index) not in OWN:
             check_index(kind.index, kind.entry_tokens, head_size, dtype)
 

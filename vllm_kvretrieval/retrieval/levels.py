@@ -114,7 +114,7 @@ class Taint(NamedTuple):
 
     Attributes:
         position: The first position that is not exact; ``NEVER`` if all positions are exact.
-        level: That of a block which has all positions from this one on.
+        level: The level of a block that has all positions from this one on.
     """
 
     position: int = NEVER

@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import (
+from vllm_kvretrieval.store.disk.contexts import (
     PINNED_SHARE,
-    Forgotten,
     forgotten,
     held,
     pinned_blocks,
     reachable,
-    read_forgotten,
-    read_kept,
-    read_names,
-    read_pins,
-    write_forgotten,
-    write_names,
-    write_pins,
 )
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.inbox import DROP, PIN, UNPIN, Change, put
-from vllm_kvretrieval.store.meaning import (
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN, Change, put
+from vllm_kvretrieval.store.disk.names import (
+    Forgotten,
     Known,
     UnknownContextError,
     called,
     meant,
+    read_forgotten,
+    read_kept,
+    read_names,
+    read_pins,
     unknown,
+    write_forgotten,
+    write_names,
+    write_pins,
 )
-from vllm_kvretrieval.store.ranks import Ranks, names_of_all, open_ranks
-from vllm_kvretrieval.store.store import LOCK, WORKER_LOCK, StoreInUseError, release
+from vllm_kvretrieval.store.disk.ranks import Ranks, names_of_all, open_ranks
+from vllm_kvretrieval.store.disk.store import LOCK, WORKER_LOCK, StoreInUseError, release
 
 Found = TypeVar("Found")
 
@@ -68,7 +68,7 @@ def locked(directory: str, name: str, patience: float = 0.0) -> Iterator[Ranks]:
 
     Args:
         directory: The directory of all stores.
-        name: Of the store.
+        name: The store's name.
         patience: Seconds to wait for others.
 
     Raises:
@@ -104,7 +104,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
         directory: The directory of all stores.
         context: Its name, or first digits of its id; see :func:`meant`. What is lost can be dropped
             and unpinned, too.
-        action: One of ``vllm_kvretrieval.store.inbox.ACTIONS``.
+        action: One of ``vllm_kvretrieval.store.disk.inbox.ACTIONS``.
 
     Returns:
         What has been changed where; nothing: the name of what is to be dropped has been dropped
@@ -138,7 +138,7 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
 
 
 def _wanted(store: Known, keys: Set[bytes], context: str, action: str) -> Set[bytes]:
-    """Of the keys that a user means, those of a store."""
+    """Keys of a store among the keys that a user means."""
     if action == DROP:
         # A server may be about to store again what has been dropped.
         return keys & store.keys.union(store.forgotten.keys)

@@ -1,18 +1,22 @@
-"""A store: the keys and values of one model, as one engine lays them out, in a directory."""
+"""A store: the keys and values of one model, as one engine lays them out, in a directory.
 
+Under its name it is always whole: it is made, and removed, under another one.
+"""
+
+import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_kvretrieval.disk_space import allocate
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.erasing import zero
-from vllm_kvretrieval.store.files import (
+from vllm_kvretrieval.store.disk.files import (
     PIECE,
     Folder,
     Lock,
@@ -20,33 +24,25 @@ from vllm_kvretrieval.store.files import (
     read_into,
     read_pieces,
     write_at,
+    zero,
 )
-from vllm_kvretrieval.store.records import RECORD_BYTES, VOID, Record, unpack
+from vllm_kvretrieval.store.disk.records import RECORD_BYTES, VOID, Record, unpack
 
 FORMAT = 1
-"""Of the directory; other formats are refused."""
+"""The directory's format; other formats are refused."""
 MOST_USES = 1 << 62
 """No store lets go of so many blocks."""
 SECTOR = 512
 """Bytes of the unit in which the system counts the space of a file."""
-PREFIX = "kv-"
-IDENTITY, PAGES, SIDE, RECORDS, USED, PINS, NAMES, FORGOTTEN = (
-    "identity.json",
-    "pages",
-    "side",
-    "records",
-    "used",
-    "pins.json",
-    "names.json",
-    "forgotten.json",
-)
+PREFIX, UNFINISHED = "kv-", ".new-"
+IDENTITY, PAGES, SIDE, RECORDS, USED = "identity.json", "pages", "side", "records", "used"
 LOCK, WORKER_LOCK = "lock", "worker-lock"
 """The first is held in a store by the server's scheduler, or a command, and in the directory of all
 stores by a process that makes or removes one. The other one is held by the worker, which may
 outlive the scheduler by a step."""
 
 
-class Part(NamedTuple):
+class WorkerShare(NamedTuple):
     """Which worker of an engine a store is of.
 
     Attributes:
@@ -58,7 +54,7 @@ class Part(NamedTuple):
     ranks: int
 
 
-WHOLE = Part(0, 1)
+WHOLE = WorkerShare(0, 1)
 
 
 @dataclass(frozen=True)
@@ -89,12 +85,12 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, in home and outside of it."""
+        """Bytes of a block, in home and outside of it."""
         return self.layers * self.layer_block_bytes + self.side_bytes
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Bytes of all files together."""
         return sum(self.files.values())
 
 
@@ -110,7 +106,7 @@ class Store:
     read the block again, so the order in which the system writes to the disk does not matter.
 
     Args:
-        folder: Its directory; closed with the store.
+        folder: The store's directory; closed with the store.
         write: Whether to write to it. Then the space of its files is reserved again, which copies
             from a backup may lack.
 
@@ -128,7 +124,7 @@ class Store:
         try:
             described = _described(folder)
             self.identity: Mapping[str, Any] = described["identity"]
-            self.part = Part(*described["part"])
+            self.share = WorkerShare(*described["part"])
             self.geometry = Geometry(**described["geometry"])
             self.id = bytes.fromhex(described["id"])
             for name, size in self.geometry.files.items():
@@ -204,7 +200,7 @@ class Store:
         """Replace by zeros what blocks hold; their records are void.
 
         Args:
-            blocks: Their numbers.
+            blocks: The blocks' numbers.
             slowly: See :func:`zero`.
 
         Raises:
@@ -296,15 +292,15 @@ def open_store(directory: str, name: str, write: bool = False) -> Store:
         root.close()
 
 
-def name_of(identity: Mapping[str, Any], part: Part = WHOLE) -> str:
+def name_of(identity: Mapping[str, Any], share: WorkerShare = WHOLE) -> str:
     """The name of a store's directory; other identities have other names.
 
     Args:
         identity: See :func:`make_store`.
-        part: Of the worker.
+        share: The worker's.
     """
     name = PREFIX + hashlib.sha256(_canonical(identity)).hexdigest()[:16]
-    return name if part == WHOLE else f"{name}.{part.rank}"
+    return name if share == WHOLE else f"{name}.{share.rank}"
 
 
 def take_locks(
@@ -317,7 +313,7 @@ def take_locks(
 
     Args:
         folder: The store's directory.
-        names: Of the locks.
+        names: Names of the locks.
         patience: Seconds to wait for another process.
         progress: See :meth:`Lock.take`.
 
@@ -371,7 +367,7 @@ def _described(folder: Folder) -> dict[str, Any]:
         )
     if said != sum_of(described):
         raise RetrievalConfigError(f"{damaged}. {remedy}")
-    if name_of(described["identity"], Part(*described["part"])) != folder.path.name:
+    if name_of(described["identity"], WorkerShare(*described["part"])) != folder.path.name:
         raise RetrievalConfigError(
             f"store: {folder.path} was given another name than its contents have. {remedy}"
         )
@@ -385,3 +381,90 @@ def _canonical(described: Any) -> bytes:
 def sum_of(described: Any) -> str:
     """The sum by which a store's description vouches for itself."""
     return hashlib.sha256(_canonical(described)).hexdigest()
+
+
+def make_store(
+    root: Folder,
+    identity: Mapping[str, Any],
+    geometry: Geometry,
+    reserve: Callable[[int, int, str], None],
+    share: WorkerShare = WHOLE,
+) -> None:
+    """Make an empty store.
+
+    Its directory gets its name when everything in it is complete and on the disk. The caller holds
+    the lock of the directory above it, so that others leave alone what is unfinished.
+
+    Args:
+        root: The directory of all stores.
+        identity: All that the meaning of the bytes depends on; what JSON can hold.
+        geometry: Its sizes.
+        reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
+        share: Which worker the store is of.
+    """
+    name = _unfinished()
+    folder = root.folder(name, make=True)
+    try:
+        for file, size in geometry.files.items():
+            fd = folder.make(file)
+            try:
+                if size:
+                    reserve(fd, size, str(root.path))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        described = {
+            "format": FORMAT,
+            "id": secrets.token_hex(16),
+            "identity": identity,
+            "part": share,
+            "geometry": asdict(geometry),
+        }
+        sealed = described | {"sum": sum_of(described)}
+        folder.replace(IDENTITY, json.dumps(sealed, indent=1).encode())
+        folder.sync()
+        root.rename(name, name_of(identity, share))
+    except BaseException:
+        root.remove(name)
+        raise
+    finally:
+        folder.close()
+
+
+def remove_store(root: Folder, name: str) -> None:
+    """Remove a store that is locked; if the process ends before, what is left is unfinished."""
+    root.rename(name, new := _unfinished())
+    root.remove(new)
+
+
+def _unfinished() -> str:
+    """A new name for a store that is not whole."""
+    return UNFINISHED + secrets.token_hex(8)
+
+
+def _all_unfinished(root: Folder) -> list[str]:
+    """Names of what is being made, or was when its process ended, or is being removed."""
+    return [name for name in root.names() if name.startswith(UNFINISHED)]
+
+
+def remove_unfinished(root: Folder) -> int:
+    """Remove what processes have left that ended while they made a store; how many there were.
+
+    The caller holds the lock of the directory.
+    """
+    removed = 0
+    for name in _all_unfinished(root):
+        with contextlib.suppress(OSError):
+            root.remove(name)
+            removed += 1
+    return removed
+
+
+def size_of_unfinished(root: Folder) -> int:
+    """Bytes of the files of what is being made; they grow while a process writes zeros."""
+    size = 0
+    for name in _all_unfinished(root):
+        leave_out = contextlib.suppress(OSError, RetrievalConfigError)
+        with leave_out, contextlib.closing(root.folder(name)) as folder:
+            size += sum(folder.stat(file).st_size for file in folder.names())
+    return size

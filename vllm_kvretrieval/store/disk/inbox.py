@@ -8,7 +8,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder
+from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.values import shortened
 
 logger = logging.getLogger("vllm.kvretrieval.store")
@@ -26,8 +25,6 @@ INBOX = "inbox"
 DROP, PIN, UNPIN = "drop", "pin", "unpin"
 ACTIONS = DROP, PIN, UNPIN
 NAME = re.compile(r"(\d{20})-[0-9a-f]+\.json")
-SETTLED_S = 1.0
-"""How long times of files may stay the same although the directory has changed."""
 RETRY_S = 30.0
 """Seconds before a change that has failed is tried again."""
 NO_FILE = errno.ELOOP, errno.ENXIO, errno.EACCES
@@ -72,11 +69,8 @@ class Inbox:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._seen = 0
-        self._settles = 0.0  # by the monotonic clock
-        self._looked = 0.0
-        self._retry = math.inf
-        self._failed = set[str]()  # names of what is tried again then
+        # When what has failed is tried again, by the monotonic clock: all of it, and each by name.
+        self._opens, self._failed = 0.0, dict[str, float]()
 
     def follow(self, make: Callable[[Change], None]) -> None:
         """Make changes that were asked for since the last call; quick if there are none.
@@ -91,31 +85,28 @@ class Inbox:
         Raises:
             OSError, RetrievalConfigError: A change has failed; of several, the last one's error.
         """
+        if (now := time.monotonic()) < self._opens:
+            return
         try:
-            found = os.stat(INBOX, dir_fd=self._folder.fd, follow_symlinks=False).st_mtime_ns
-        except OSError:
+            inbox = self._folder.folder(INBOX)
+        except FileNotFoundError:
             return
-        now = time.monotonic()
-        if found != self._seen:
-            self._seen, self._settles = found, now + SETTLED_S
-        elif self._looked > self._settles and now < self._retry:
-            return
-        self._looked = now
-        if now >= self._retry:
-            self._failed, self._retry = set(), math.inf
+        except (OSError, RetrievalConfigError):
+            self._opens = now + RETRY_S
+            raise
         failed: OSError | RetrievalConfigError | None = None
-        with contextlib.closing(self._folder.folder(INBOX)) as inbox:
+        with contextlib.closing(inbox):
             for name in inbox.names():
-                if name.startswith(".") or name in self._failed:
+                if name.startswith(".") or now < self._failed.get(name, now):
                     continue
                 try:
                     if (change := _read(inbox, name)) is None:
                         continue
                     make(change)
                     inbox.unlink(name)
+                    self._failed.pop(name, None)
                 except (OSError, RetrievalConfigError) as error:
-                    failed, self._retry = error, min(self._retry, now + RETRY_S)
-                    self._failed.add(name)
+                    failed, self._failed[name] = error, now + RETRY_S
         if failed is not None:
             raise failed
 

@@ -1,23 +1,15 @@
 """Contexts: runs of blocks in a store, from the first token of a text to its last full block."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import NamedTuple
 
-from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import FORGOTTEN, NAMES, PINS
+from vllm_kvretrieval.store.disk.records import Record
 
 NO_PARENT = bytes(32)
 ID_DIGITS = 12
-REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
 PINNED_SHARE = 0.5
 """Share of the blocks that may be pinned at most: requests need the others."""
-MOST_KEYS = 1000
-"""Keys of contexts that were dropped and are remembered."""
-Said = TypeVar("Said")
 
 
 class Context(NamedTuple):
@@ -41,25 +33,13 @@ class Context(NamedTuple):
         return id_of(self.key)
 
 
-class Forgotten(NamedTuple):
-    """What contexts were called that have been dropped.
-
-    Attributes:
-        names: Their names, for ever.
-        keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
-    """
-
-    names: frozenset[str] = frozenset()
-    keys: tuple[bytes, ...] = ()
-
-
 def id_of(key: bytes) -> str:
     """What users call the context that ends with this key."""
     return key.hex()[:ID_DIGITS]
 
 
 def reachable(records: Mapping[int, Record]) -> dict[int, Record]:
-    """Those records whose context is there from its first block on, the best one of each key.
+    """Records whose context is there from its first block on, the best one of each key.
 
     vLLM finds a block only behind the blocks before it. Of several with one key the most exact
     counts, and the latest of these.
@@ -86,8 +66,8 @@ def contexts(records: Mapping[int, Record], kept: Collection[bytes] = ()) -> lis
     """The contexts of a store, latest first: the longest ones, and those with names or pins.
 
     Args:
-        records: As :func:`reachable` gives them.
-        kept: As :func:`read_kept` gives them.
+        records: See :func:`reachable`.
+        kept: See :func:`read_kept`.
     """
     inner = {record.parent for record in records.values()}.difference(kept)
     until = {NO_PARENT: (0, 0)}  # level and time of what ends with a key
@@ -105,7 +85,7 @@ def paths(contexts: Iterable[Context], records: Mapping[int, Record]) -> list[li
 
     Args:
         contexts: Some of those that :func:`contexts` gives.
-        records: The same records.
+        records: The records that the contexts were made of.
     """
     blocks = {record.key: block for block, record in records.items()}
     return [_path(context.key, blocks, records) for context in contexts]
@@ -142,7 +122,7 @@ def held(
     Args:
         key: The key of its last block.
         pins: Keys of last blocks; its own does not count.
-        records: As :func:`reachable` gives them.
+        records: See :func:`reachable`.
 
     Returns:
         How many of its first blocks are never evicted, and the keys of the pins that hold the last
@@ -161,81 +141,12 @@ def held(
     return max(by_length.items(), default=(0, []))
 
 
-def read_pins(folder: Folder) -> set[bytes]:
-    """Keys of the contexts that are never evicted.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-    return _read(folder, PINS, lambda keys: {bytes.fromhex(key) for key in keys}, set())
-
-
-def write_pins(folder: Folder, pins: Collection[bytes]) -> None:
-    """Replace the keys of the contexts that are never evicted."""
-    folder.replace(PINS, json.dumps(sorted(key.hex() for key in pins)).encode())
-
-
-def read_names(folder: Folder) -> dict[str, bytes]:
-    """Keys of contexts by the names that users have given them.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-    return _read(
-        folder, NAMES, lambda keys: {name: bytes.fromhex(key) for name, key in keys.items()}, {}
-    )
-
-
-def write_names(folder: Folder, names: Mapping[str, bytes]) -> None:
-    """Replace the names of contexts."""
-    folder.replace(NAMES, json.dumps({name: names[name].hex() for name in names}).encode())
-
-
-def read_forgotten(folder: Folder) -> Forgotten:
-    """What dropped contexts were called.
-
-    Raises:
-        RetrievalConfigError: The file is damaged.
-    """
-
-    def parse(said: Any) -> Forgotten:
-        return Forgotten(frozenset(map(str, said["names"])), (*map(bytes.fromhex, said["keys"]),))
-
-    return _read(folder, FORGOTTEN, parse, Forgotten())
-
-
-def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
-    """Replace what dropped contexts were called; the oldest of too many keys are left out."""
-    keys = [key.hex() for key in forgotten.keys[-MOST_KEYS:]]
-    said = {"names": sorted(forgotten.names), "keys": keys}
-    folder.replace(FORGOTTEN, json.dumps(said).encode())
-
-
-def read_kept(folder: Folder) -> set[bytes]:
-    """Keys of last blocks of all contexts with names or pins; raises as :func:`read_names`."""
-    return read_pins(folder).union(read_names(folder).values())
-
-
-def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:
-    """What a small file says; ``empty`` if there is none."""
-    try:
-        text = folder.read(file)
-    except FileNotFoundError:
-        return empty
-    try:
-        return parse(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise RetrievalConfigError(
-            f"store: {folder.path / file} is damaged. Remove it{REMEDIES[file]}."
-        ) from None
-
-
 def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> list[int]:
     """Blocks of the contexts that are pinned, as far as they are there.
 
     Args:
         pins: Keys of last blocks.
-        records: As :func:`reachable` gives them.
+        records: See :func:`reachable`.
     """
     blocks = {record.key: block for block, record in records.items()}
     found: dict[int, None] = {}
@@ -246,7 +157,7 @@ def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> lis
 
 
 def missing_keys(pins: Collection[bytes], records: Mapping[int, Record]) -> set[bytes]:
-    """Of each pinned context that is not whole, the key of the last block that it lacks.
+    """The key of the last block that each incomplete pinned context lacks.
 
     Args:
         pins: Keys of last blocks.

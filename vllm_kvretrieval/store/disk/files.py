@@ -1,9 +1,11 @@
-"""Files of a store: opened without following links, private, locked, read and written whole."""
+"""Files of a store: private, locked, read and written whole, and erased."""
 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import shlex
 import shutil
 import stat
 import struct
@@ -12,9 +14,11 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_kvretrieval.disk_space import fallocate
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.privacy import keep_private
 
+GROUP = 0o070
+"""Rights that a volume may give to a group at every start, as Kubernetes does with ``fsGroup``."""
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 POLL_S = 0.05
 OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -22,6 +26,59 @@ WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """The system's ``struct flock``: type, whence, start, length (0: all), and no process."""
 PIECE = 4096
 """Bytes of a piece of a file, as the system reads and writes them from and to a disk."""
+ZERO_RANGE = 0x10
+"""``FALLOC_FL_ZERO_RANGE``: space is reserved at once, as what has not been written to yet."""
+ZEROS = 1 << 20
+REFUSED = errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.EDQUOT
+"""Errors of file systems that have no such call, or no space to note what they have erased."""
+
+logger = logging.getLogger("vllm.kvretrieval.store")
+_told = set[Path]()
+
+
+def keep_private(fd: int, path: Path, top: Path, closed: int = 0o077) -> None:
+    """Refuse a file or directory that others have rights to, but take those of a group away.
+
+    The log says once for each directory of stores that rights were taken away.
+
+    Args:
+        fd: Its descriptor.
+        path: Its path, for messages.
+        top: The directory of all stores.
+        closed: Bits of the mode that have to be clear.
+
+    Raises:
+        RetrievalConfigError: It belongs to another user, or everybody has rights to it, or a group
+            has and they cannot be taken away.
+    """
+    found = os.fstat(fd)
+    user, mode = os.geteuid(), stat.S_IMODE(found.st_mode)
+    if found.st_uid != user:
+        own = "name a directory of the server's user"
+        if not mode & stat.S_IWOTH:
+            own = f"as root, run chown -R {user} {shlex.quote(str(top))}, or {own}"
+        raise RetrievalConfigError(
+            f"store: {path} belongs to user {found.st_uid}, and the server runs as {user}; {own}."
+        )
+    if mode & closed and not mode & closed & ~GROUP:
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, mode & ~closed)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if not mode & closed and top not in _told:
+            _told.add(top)
+            logger.warning(
+                "store: a group had rights to %s or files below it; they are taken away. Of a "
+                "volume of Kubernetes, fsGroupChangePolicy: OnRootMismatch leaves modes alone.",
+                top,
+            )
+    if mode & closed:
+        close = f"close it: chmod -R go= {shlex.quote(str(top))}/kv-*"
+        if path == top:
+            close = f"name a new one below it ({top / 'store'}), which the server makes"
+        raise RetrievalConfigError(
+            f"store: {path} is open to other users (mode {mode:o}), and prompts can be recovered "
+            f"from a KV cache; {close}."
+        )
 
 
 class Folder:
@@ -32,7 +89,7 @@ class Folder:
 
     Args:
         fd: Descriptor of the directory; closed by :meth:`close`.
-        path: Its path, for messages.
+        path: The directory's path, for messages.
         closed: Bits of the mode that have to be clear.
         top: The directory of all stores; None: it is this one.
 
@@ -53,7 +110,7 @@ class Folder:
         """Open the directory of a path, or make it; others may look at it, but not write to it.
 
         Args:
-            path: Its path; the directory above it has to exist.
+            path: The directory's path; the one above it has to exist.
             make: Whether to make it where it does not exist.
 
         Raises:
@@ -86,7 +143,7 @@ class Folder:
         """Open a file that exists.
 
         Args:
-            name: Its name in this directory.
+            name: The file's name in this directory.
             size: Bytes that it has to have; None: any number.
             write: Whether it is written, too.
 
@@ -174,7 +231,7 @@ class Lock:
 
     Args:
         folder: Where its file is; made where it is missing.
-        name: Of the file.
+        name: The file's name.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -265,3 +322,32 @@ def read_pieces(fd: int, size: int) -> bytearray:
             piece = read_at(fd, min(PIECE, size - begin), begin)
             data[begin : begin + PIECE] = piece
     return data
+
+
+def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
+    """Replace a part of a file by zeros.
+
+    Args:
+        fd: Descriptor of the file, open for writing.
+        offset: Where the part begins, in bytes.
+        size: Its bytes.
+        slowly: Whether to write zeros where the file system cannot do it at once.
+
+    Returns:
+        Whether that has been done.
+
+    Raises:
+        OSError: The system refuses it; a part may have been replaced.
+    """
+    if _zero_at_once(fd, offset, size):
+        return True
+    if slowly:
+        zeros = memoryview(bytes(min(ZEROS, size)))
+        for begin in range(0, size, ZEROS):
+            write_at(fd, zeros[: size - begin], offset + begin)
+    return slowly
+
+
+def _zero_at_once(fd: int, offset: int, size: int) -> bool:
+    """Do it by a call that writes nothing; False where the file system cannot."""
+    return fallocate(fd, ZERO_RANGE, offset, size, REFUSED)

@@ -1,9 +1,11 @@
 """The worker's half of a store: it hands on what a step has completed, and reads what one needs."""
 
+import contextlib
 import io
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
@@ -11,30 +13,30 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_gib
 
-from vllm_kvretrieval.engine.cpu.store_writer import BlockWriter
-from vllm_kvretrieval.engine.store_faults import Fault
-from vllm_kvretrieval.engine.store_steps import StoreStep
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
 from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.lost import Lost
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.making import make_store, remove_unfinished, size_of_unfinished
-from vllm_kvretrieval.store.ranks import name_of_all, names_of_all
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import (
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.ranks import name_of_all, names_of_all
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import (
     LOCK,
     WHOLE,
     WORKER_LOCK,
     Geometry,
-    Part,
     Store,
+    WorkerShare,
+    make_store,
     name_of,
     release,
+    remove_unfinished,
+    size_of_unfinished,
     store_names,
     take_locks,
 )
+from vllm_kvretrieval.store.serving.halves import Fault, StoreStep, started
 from vllm_kvretrieval.tiers.cache import Cache
 from vllm_kvretrieval.tiers.place import check_room, reserve
 from vllm_kvretrieval.tiers.sizes import Tiers
@@ -46,27 +48,105 @@ WAIT_S = 60.0
 """How long a new worker waits for one of an earlier server that has yet to end its last step."""
 STOPS_S = 5.0
 """How long it waits for a scheduler that may be about to stop."""
+PATIENCE = 3
+"""Blocks that cannot be stored, one after the other, before no more are tried."""
 
 
-class HomeStore:
+class BlockWriter:
+    """Stores complete blocks while the engine goes on.
+
+    Copying and hashing a block takes milliseconds, and lets other threads run meanwhile. A complete
+    block does not change any more; one that is about to be overwritten has to be given up before.
+
+    Args:
+        store: Where blocks are stored; open for writing.
+        cores: Logical CPUs that the thread may run on. vLLM binds the thread that computes to one
+            of them, which a new thread would share.
+
+    Attributes:
+        written: How many blocks have been stored.
+
+    Raises:
+        RetrievalConfigError: The process may not have the thread.
+    """
+
+    def __init__(self, store: Store, cores: Collection[int]) -> None:
+        self._store = store
+
+        def spread() -> None:
+            with contextlib.suppress(OSError):  # it is slower then
+                os.sched_setaffinity(0, cores)
+
+        self._thread = started(1, "store-write", spread)
+        self._waiting: dict[int, Future[None]] = {}
+        self._failures = 0
+        self.written = 0
+
+    def write(self, block: int, record: Record, side: Sequence[memoryview]) -> None:
+        """Store a block.
+
+        Args:
+            block: Its number; its pages are complete in home.
+            record: Its record, whose sum is missing.
+            side: What it has outside of home, in bytes.
+        """
+        if self._failures < PATIENCE:
+            self._waiting[block] = self._thread.submit(self._write, block, record, side)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Store none of these blocks, or have stored them before this returns."""
+        for block in blocks:
+            if block in self._waiting and self._waiting[block].cancel():
+                del self._waiting[block]
+            elif block in self._waiting:
+                self._end(block)
+
+    def look(self) -> None:
+        """Take the results of blocks that have been stored, or could not be."""
+        for block in [block for block, write in self._waiting.items() if write.done()]:
+            self._end(block)
+
+    def close(self) -> None:
+        """Wait until all blocks are stored."""
+        self._thread.shutdown()
+        self.look()
+
+    def _write(self, block: int, record: Record, side: Sequence[memoryview]) -> None:
+        self._store.write_side(block, side)
+        self._store.commit(block, record)
+
+    def _end(self, block: int) -> None:
+        """Wait for a block, and take its result."""
+        try:
+            self._waiting.pop(block).result()
+            self._failures, self.written = 0, self.written + 1
+        except Exception as error:
+            self._failures += 1
+            more = "" if self._failures < PATIENCE else " No more are stored until the next start."
+            logger.error("store: a block cannot be stored (%s).%s", error, more)
+
+
+class WorkerStore:
     """The store of a worker's slow home.
 
     Args:
         directory: The directory of all stores.
         identity: All that the meaning of the bytes depends on.
-        part: Of this worker.
+        share: Which of the workers this is.
 
     Attributes:
-        name: Of the store's directory.
+        name: The name of the store's directory.
         blocks: Blocks of the store that there is; None: it has yet to be made.
 
     Raises:
         RetrievalConfigError: Another server uses the store, or it is damaged, or open to others.
     """
 
-    def __init__(self, directory: str, identity: Mapping[str, Any], part: Part = WHOLE) -> None:
-        self._directory, self._identity, self._part = directory, identity, part
-        self.name = name_of(identity, part)
+    def __init__(
+        self, directory: str, identity: Mapping[str, Any], share: WorkerShare = WHOLE
+    ) -> None:
+        self._directory, self._identity, self._share = directory, identity, share
+        self.name = name_of(identity, share)
         self._parts: list[torch.Tensor] = []
         self._caches: Sequence[RecallCache] = ()
         self._pages = 1
@@ -95,7 +175,7 @@ class HomeStore:
     def _removal(self) -> str:
         """The command that removes the store of all workers, and no other."""
         path = shlex.quote(f"{self._directory}/{name_of_all(self.name)}")
-        return f"`rm -r {path}{'' if self._part == WHOLE else '.*'}`"
+        return f"`rm -r {path}{'' if self._share == WHOLE else '.*'}`"
 
     def _explained(self) -> Any:
         return explained(f"kv_retrieval.store={self._directory!r} cannot be used")
@@ -200,7 +280,7 @@ class HomeStore:
                     if self.name not in store_names(root):  # another server may have been faster
                         remove_unfinished(root)  # which takes room
                         check_room(self._directory, geometry.bytes)
-                        make_store(root, self._identity, geometry, reserve, self._part)
+                        make_store(root, self._identity, geometry, reserve, self._share)
                 finally:
                     release(locks)
                 self._open(root)
@@ -237,7 +317,7 @@ class HomeStore:
         Args:
             parts: Layers and page indexes, uint8 [blocks, bytes of a block] each.
             lost: Is told of blocks that cannot be read.
-            caches: Of encoded pages in home.
+            caches: The recall caches of pages that are encoded in home.
             pages: Per block.
         """
         assert self._store is not None

@@ -21,7 +21,7 @@ class Record(NamedTuple):
         key: 32 bytes; vLLM's hash of the block's tokens, of all tokens before them, of the salt.
         parent: The key of the block before; zeros for the first block of a context.
         number: How many blocks are before it in its context.
-        level: The number of its level, see ``vllm_kvretrieval.engine.store_levels``.
+        level: The number of its level, see ``vllm_kvretrieval.store.serving.levels``.
         created: Seconds since 1970.
         sum: SHA-256 over the store's id, the rest of the record, and all bytes of the block. So a
             record of one content beside another content is found out, whatever was lost.
@@ -36,7 +36,7 @@ class Record(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """The kind of its level (``vllm_kvretrieval.engine.levels.Kind``): 0 if it is exact."""
+        """The kind of its level (``vllm_kvretrieval.retrieval.levels.Kind``): 0 if it is exact."""
         return self.level % KINDS
 
     def pack(self) -> bytes:

@@ -64,7 +64,7 @@ def identity_of(
         "rows": config.rows,
         "home": config.home,
         "codec": config.codec,
-        "index": [repr(kind) for kind in config.stores],
+        "index": [repr(kind) for kind in config.index_kinds],
         "layers": list(layers),
         "hash": cache.prefix_caching_hash_algo,
         "seed": _hash(seed),

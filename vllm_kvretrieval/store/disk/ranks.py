@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder, Lock
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import Store, open_store, release, store_names, take_locks
+from vllm_kvretrieval.store.disk.files import Folder, Lock
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import Store, open_store, release, store_names, take_locks
 
 
 class Ranks:
@@ -23,7 +23,7 @@ class Ranks:
         identity: All that the meaning of the bytes depends on.
         blocks: vLLM's blocks.
         block_bytes: Bytes of a block in all stores.
-        bytes: Of all files.
+        bytes: Bytes of all files.
         used: uint64 [blocks]; of the blocks that were let go of later the larger numbers.
     """
 
@@ -80,7 +80,7 @@ class Ranks:
         return all(_intact(store, block, record) for store in self.stores)
 
     def take_locks(self, names: Sequence[str], patience: float = 0.0) -> list[Lock]:
-        """Take locks of all stores; see :func:`vllm_kvretrieval.store.store.take_locks`."""
+        """Take locks of all stores; see :func:`vllm_kvretrieval.store.disk.store.take_locks`."""
         taken = list[Lock]()
         try:
             for store in self.stores:
@@ -109,14 +109,14 @@ def open_ranks(directory: str, name: str, write: bool = False) -> Ranks:
         OSError: One is missing, or cannot be opened.
     """
     with closing(Folder.at(directory)) as root:
-        names = [found for found in store_names(root) if _is_part(found, name)]
+        names = [found for found in store_names(root) if _is_share(found, name)]
     stores = list[Store]()
     with ExitStack() as opened:
         for found in names or [name]:
             stores.append(open_store(directory, found, write))
             opened.callback(stores[-1].close)
-        stores.sort(key=lambda store: store.part)
-        if [store.part.rank for store in stores] != [*range(stores[0].part.ranks)]:
+        stores.sort(key=lambda store: store.share)
+        if [store.share.rank for store in stores] != [*range(stores[0].share.ranks)]:
             raise RetrievalConfigError(
                 f"store: {name} of {directory} lacks the part of a worker; start the server, which "
                 f"makes it, or remove {', '.join(names)} there."
@@ -135,7 +135,7 @@ def name_of_all(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _is_part(found: str, name: str) -> bool:
+def _is_share(found: str, name: str) -> bool:
     """Whether an entry of the directory is a store of an engine, and no copy that somebody made."""
     begin, _, rank = found.partition(".")
     return found == name or (begin == name and rank.isdecimal())

@@ -1,24 +1,106 @@
-"""Which context a user means: by its name, or by its id; and which words are free for names."""
+"""Names and pins of contexts, what dropped ones were called, and which context a user means."""
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.contexts import (
-    Forgotten,
-    id_of,
-    reachable,
-    read_forgotten,
-    read_names,
-    read_pins,
-)
-from vllm_kvretrieval.store.ranks import Ranks
+from vllm_kvretrieval.store.disk.contexts import id_of, reachable
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.ranks import Ranks
 
+PINS, NAMES, FORGOTTEN = "pins.json", "names.json", "forgotten.json"
+REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
+MOST_KEYS = 1000
+"""Keys of contexts that were dropped and are remembered."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DIGITS = re.compile(r"[0-9A-Fa-f]{8,}")
 ID = re.compile(rf"id:([0-9A-Fa-f]+)|({DIGITS.pattern})")
 """With the prefix fewer digits are enough."""
+Said = TypeVar("Said")
+
+
+class Forgotten(NamedTuple):
+    """What contexts were called that have been dropped.
+
+    Attributes:
+        names: Their names, for ever.
+        keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
+    """
+
+    names: frozenset[str] = frozenset()
+    keys: tuple[bytes, ...] = ()
+
+
+def read_pins(folder: Folder) -> set[bytes]:
+    """Keys of the contexts that are never evicted.
+
+    Raises:
+        RetrievalConfigError: The file is damaged.
+    """
+    return _read(folder, PINS, lambda keys: {bytes.fromhex(key) for key in keys}, set())
+
+
+def write_pins(folder: Folder, pins: Collection[bytes]) -> None:
+    """Replace the keys of the contexts that are never evicted."""
+    folder.replace(PINS, json.dumps(sorted(key.hex() for key in pins)).encode())
+
+
+def read_names(folder: Folder) -> dict[str, bytes]:
+    """Keys of contexts by the names that users have given them.
+
+    Raises:
+        RetrievalConfigError: The file is damaged.
+    """
+    return _read(
+        folder, NAMES, lambda keys: {name: bytes.fromhex(key) for name, key in keys.items()}, {}
+    )
+
+
+def write_names(folder: Folder, names: Mapping[str, bytes]) -> None:
+    """Replace the names of contexts."""
+    folder.replace(NAMES, json.dumps({name: names[name].hex() for name in names}).encode())
+
+
+def read_forgotten(folder: Folder) -> Forgotten:
+    """What dropped contexts were called.
+
+    Raises:
+        RetrievalConfigError: The file is damaged.
+    """
+
+    def parse(said: Any) -> Forgotten:
+        return Forgotten(frozenset(map(str, said["names"])), (*map(bytes.fromhex, said["keys"]),))
+
+    return _read(folder, FORGOTTEN, parse, Forgotten())
+
+
+def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
+    """Replace what dropped contexts were called; the oldest of too many keys are left out."""
+    keys = [key.hex() for key in forgotten.keys[-MOST_KEYS:]]
+    said = {"names": sorted(forgotten.names), "keys": keys}
+    folder.replace(FORGOTTEN, json.dumps(said).encode())
+
+
+def read_kept(folder: Folder) -> set[bytes]:
+    """Keys of last blocks of all contexts with names or pins; raises as :func:`read_names`."""
+    return read_pins(folder).union(read_names(folder).values())
+
+
+def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:
+    """What a small file says; ``empty`` if there is none."""
+    try:
+        text = folder.read(file)
+    except FileNotFoundError:
+        return empty
+    try:
+        return parse(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise RetrievalConfigError(
+            f"store: {folder.path / file} is damaged. Remove it{REMEDIES[file]}."
+        ) from None
 
 
 class UnknownContextError(RetrievalConfigError):
@@ -70,7 +152,7 @@ def meant(context: str, stores: Sequence[Known]) -> set[bytes]:
     for another context.
 
     Args:
-        context: Its name, or first digits of its id.
+        context: The context's name, or the first digits of its id.
         stores: All that are there.
 
     Returns:
@@ -126,9 +208,9 @@ def called(keys: Iterable[bytes], names: dict[str, bytes], most: int = 3) -> str
     """What contexts are called, in words.
 
     Args:
-        keys: Of their last blocks.
+        keys: Keys of the contexts' last blocks.
         names: Keys of last blocks by name.
-        most: As many are told; of the others, how many there are.
+        most: The most contexts that are named; the others are counted.
     """
     own = {key: name for name, key in names.items()}
     words = [own.get(key, id_of(key)) for key in keys]

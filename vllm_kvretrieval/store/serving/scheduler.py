@@ -4,10 +4,12 @@ Blocks of an earlier run stand in vLLM's prefix cache from the start on, in thei
 Before a request shares one for the first time, its contents are read and compared with its sum.
 """
 
+import contextlib
+import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,18 +18,10 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.engine.allotments import allotted_blocks
-from vllm_kvretrieval.engine.arrivals import Arrivals
-from vllm_kvretrieval.engine.garbage import without_collection
-from vllm_kvretrieval.engine.levels import BlockLevels
-from vllm_kvretrieval.engine.store_expiry import Expiry
-from vllm_kvretrieval.engine.store_faults import Fault
-from vllm_kvretrieval.engine.store_leftovers import Leftovers
-from vllm_kvretrieval.engine.store_levels import StoredLevels
-from vllm_kvretrieval.engine.store_steps import FIELD, StoreStep
-from vllm_kvretrieval.engine.store_threads import started
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.changes import note, note_reset
-from vllm_kvretrieval.store.contexts import (
+from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.store.disk.changes import note, note_reset
+from vllm_kvretrieval.store.disk.contexts import (
     NO_PARENT,
     PINNED_SHARE,
     forgotten,
@@ -35,13 +29,14 @@ from vllm_kvretrieval.store.contexts import (
     missing_keys,
     pinned_blocks,
     reachable,
-    read_kept,
-    read_pins,
 )
-from vllm_kvretrieval.store.inbox import DROP, RETRY_S, Change, Inbox
-from vllm_kvretrieval.store.ranks import open_ranks
-from vllm_kvretrieval.store.records import Record
-from vllm_kvretrieval.store.store import LOCK, release
+from vllm_kvretrieval.store.disk.inbox import DROP, RETRY_S, Change, Inbox
+from vllm_kvretrieval.store.disk.names import read_kept, read_pins
+from vllm_kvretrieval.store.disk.ranks import open_ranks
+from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.store.disk.store import LOCK, release
+from vllm_kvretrieval.store.serving.halves import FIELD, Fault, StoreStep, started
+from vllm_kvretrieval.store.serving.levels import StoredLevels
 
 logger = init_logger("vllm.kvretrieval.store")
 
@@ -49,9 +44,136 @@ CHECKERS = 2
 """Threads that compare blocks with their sums; hashing lets others run."""
 PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
+PERIOD_S = 60.0
+"""Seconds between two looks; on a clock that never jumps."""
+DAY_S = 86400
+TOLERATED_S = 3600
+"""How far blocks may be from the future: clocks are set now and then."""
 
 
-class StoredBlocks:
+class Arrivals:
+    """Numbers of the requests that have not ended, from 1 on.
+
+    Attributes:
+        last: The number of the request that has arrived last; 0: none has.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def first(self) -> int:
+        """The number of the first request that has not ended, or of the next one."""
+        return min(self._numbers.values(), default=self.last + 1)
+
+    def note(self, request_id: str) -> None:
+        """Number a request that has just arrived."""
+        self.last += 1
+        self._numbers[request_id] = self.last
+
+    def of(self, request_id: str) -> int:
+        """The number of a request; of a session, that of its first input."""
+        return self._numbers[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        self._numbers.pop(request_id, None)
+
+
+class Expiry:
+    """Finds blocks that have become too old.
+
+    Args:
+        days: The age; None: they never do.
+    """
+
+    def __init__(self, days: float | None) -> None:
+        self._seconds = None if days is None else days * DAY_S
+        self._next = 0.0
+        self._warned = False
+
+    def look(self, records: Mapping[int, Record], kept: Container[int]) -> list[int]:
+        """Blocks that are too old; none if the last look was not long ago.
+
+        A clock that was set back lets blocks live longer, and a warning says so. One that was set
+        forward lets them be computed anew.
+
+        Args:
+            records: Of the blocks that are stored, by their numbers.
+            kept: Blocks that stay, however old.
+        """
+        if self._seconds is None or time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + PERIOD_S
+        now = time.time()
+        ahead = max((record.created for record in records.values()), default=0) - now
+        if ahead > TOLERATED_S and not self._warned:
+            self._warned = True
+            logger.warning(
+                "store: blocks were stored %d s from now, so the clock has been set back; they "
+                "will be forgotten so much later.",
+                ahead,
+            )
+        end = now - self._seconds
+        return [
+            block for block, record in records.items() if record.created < end and block not in kept
+        ]
+
+
+class Leftovers:
+    """Contents of blocks that have no record: of what was dropped, and of what was never stored.
+
+    A context seldom ends with a block, and what is dropped may be in use by running requests. When
+    no request has such a block any more, workers erase it before their next step; a later request
+    may have it again, but in a later step.
+
+    Args:
+        pool: vLLM's block pool.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._blocks = set[int]()
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Note blocks that are about to be written, or that have lost their records."""
+        self._blocks.update(blocks)
+
+    def take(self, stored: Container[int], running: bool = True) -> list[int]:
+        """The blocks that can be erased before the step that has just been scheduled.
+
+        Args:
+            stored: Blocks that have a record, or will have one.
+            running: Whether requests may run; otherwise none has any block.
+        """
+        taken = []
+        for number in [*self._blocks]:
+            block = self._pool.blocks[number]
+            if block.block_hash is not None or number in stored:
+                self._blocks.discard(number)
+            elif not running or not block.ref_cnt:
+                self._blocks.discard(number)
+                taken.append(number)
+        return taken
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Meanwhile Python looks for no garbage: many objects are made then, which all stay.
+
+    They would have it look through all objects of the engine, which takes longer than making them.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class SchedulerStore:
     """Blocks of a store in vLLM's block pool.
 
     Args:
@@ -105,7 +227,6 @@ class StoredBlocks:
         self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
-        self._waiting: set[str] = set()
         self._step = StoreStep()
         self._read_kept()
         with without_collection():
@@ -145,7 +266,7 @@ class StoredBlocks:
         """Hold the blocks of the contexts that are pinned, and no others.
 
         Args:
-            records: Of blocks that may be in the prefix cache.
+            records: Records of blocks that may be in the prefix cache.
         """
         self._look_at = time.monotonic() + RETRY_S  # if reading fails
         pins = read_pins(self._store.folder)
@@ -173,7 +294,10 @@ class StoredBlocks:
         self._pool.free_blocks(before.values())
 
     def tend(self) -> None:
-        """Do what others have asked for, and forget what has become too old."""
+        """Forget what has become too old, or is found damaged, and do what users have asked for.
+
+        Called before each look-up of a prefix, so that no request finds any of it.
+        """
         if old := self._expiry.look(self._stored, self._pinned):
             self._counts["store_blocks_expired"] += len(old)
             self._drop(old)
@@ -183,13 +307,14 @@ class StoredBlocks:
                 self._pin(self._stored)
         except (OSError, RetrievalConfigError) as error:
             logger.error("store: a change has failed, and will be tried again (%s).", error)
+        self._take_checks()
 
     def _follow(self, change: Change) -> None:
-        """Do what somebody has asked for.
+        """Pin, unpin or drop a context as another process has asked.
 
         Raises:
-            OSError, RetrievalConfigError: It is to be tried again; nothing that drops blocks is,
-                since the document may have been read again by then.
+            OSError, RetrievalConfigError: A pin or unpin has failed and is tried again; a drop is
+                not, since the document may have been read again by then.
         """
         dropped = set[bytes]()
         if change.action == DROP:
@@ -226,36 +351,26 @@ class StoredBlocks:
             with self._void_fault.noted():  # the worker tries it, too
                 self._store.void(blocks)
 
-    def ready(self, request: Request) -> bool:
-        """Whether every block that a request could share may be shared.
+    def waits(self, request: Request, tokens: int) -> bool:
+        """Whether a request has to wait, since blocks that it is about to share are being checked.
 
-        If not, they are being checked, and the request has to ask again.
+        Args:
+            request: The request, whose prefix has just been looked up.
+            tokens: How many tokens it would share; whole blocks.
         """
-        self._waiting.discard(request.request_id)
-        self.tend()
-        self._take_checks()
         if not self._unchecked:
-            return True
-        wanted = list[int]()
-        for key in request.block_hashes:
+            return False
+        waits = False
+        for key in request.block_hashes[: tokens // self._pool.hash_block_size]:
             found = self._pool.cached_block_hash_to_block.get_one_block(
                 make_block_hash_with_group_id(key, 0)
             )
-            if found is None:
-                break
-            if found.block_id in self._unchecked:
-                wanted.append(found.block_id)
-        for number in wanted:
-            if number not in self._checks:
-                record = self._unchecked[number]
-                self._checks[number] = self._checkers.submit(self._store.intact, number, record)
-        if wanted:
-            self._waiting.add(request.request_id)
-        return not wanted
-
-    def waits(self, request: Request) -> bool:
-        """Whether a request, when it asked last, had to wait for a check."""
-        return request.request_id in self._waiting
+            number = found.block_id
+            if (record := self._unchecked.get(number)) is not None:
+                waits = True
+                if number not in self._checks:
+                    self._checks[number] = self._checkers.submit(self._store.intact, number, record)
+        return waits
 
     def _take_checks(self) -> None:
         """Take the results of checks that have ended; what is damaged leaves the prefix cache."""
@@ -304,7 +419,7 @@ class StoredBlocks:
         """Store blocks when the next step has run, but for those of a context that was dropped.
 
         Args:
-            request: Whose context they are of; it has computed them, or does so in this step.
+            request: The request that has computed the blocks, or computes them in this step.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
             arrived: Its number in the order of arrivals. What was dropped later is not stored for
@@ -340,9 +455,8 @@ class StoredBlocks:
 
         Args:
             request: It has ended, or was aborted.
-            blocks: Their numbers, in the order of the context.
+            blocks: The blocks' numbers, in the order of the context.
         """
-        self._waiting.discard(request.request_id)
         if blocks:
             with self._order_fault.noted():
                 self._store.note_use([*reversed(blocks)], self._next_use)

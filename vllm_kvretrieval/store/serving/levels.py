@@ -5,11 +5,11 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from vllm_kvretrieval.engine.levels import ANYHOW, EXACT, UNKNOWN, Kind, Level, Reading
-from vllm_kvretrieval.engine.store_faults import Fault
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.store.files import Folder
-from vllm_kvretrieval.store.records import KINDS
+from vllm_kvretrieval.retrieval.levels import ANYHOW, EXACT, UNKNOWN, Kind, Level, Reading
+from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.records import KINDS
+from vllm_kvretrieval.store.serving.halves import Fault
 
 FILE = "levels.json"
 MOST = 1000

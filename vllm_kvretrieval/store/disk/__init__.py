@@ -1,0 +1,1 @@
+"""A store on disk: its files, records, contexts and their names. Nothing here knows vLLM."""
