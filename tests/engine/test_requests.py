@@ -383,6 +383,7 @@ def test_only_consecutive_steps_speculate(runner, builder, table):
     )
     assert split(builder, [301]).decode[0].rows.fresh.tolist() == [0]
     table.release([], ["a"])  # its tokens are computed anew, then it goes on
+    runner.batch("a")
     assert split(builder, [303]).decode[0].rows.fresh.tolist() == [1]
     runner.batch("b", "a")
     assert split(builder, [700, 304]).decode[0].rows.fresh.tolist() == [1, 0], (

@@ -172,7 +172,7 @@ class RequestTable:
             The seats that were taken back.
         """
         self._book_foreseen()
-        seats = []
+        self._batch_seats, seats = None, []
         for req_id in preempted:
             if (seat := self._seat_of.pop(req_id, None)) is not None:
                 self._preempted[req_id] = self._take_out(seat)
