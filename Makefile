@@ -21,7 +21,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, engines of a kind, and
 # the GPU's. With 0.33 vLLM's own log-probs of prompts fail where there are adapters (device_lora).
-NEXT ?= $(foreach name,vllm_names vllm_contract plugin refusals remedies finer doctor scheduler runners \
+NEXT ?= $(foreach name,vllm_names vllm_contract upstream plugin refusals remedies finer doctor scheduler runners \
 	batching kv_connectors store_engine serving_store cuda_platform,$(wildcard tests/*/test_$(name).py)) \
 	$(filter-out %_lora.py,$(wildcard tests/device/test_device_*.py))
 # Files of tests that want all cores: to collect those of all files takes a while.
@@ -39,7 +39,7 @@ INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cu
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model test-models models demo lint test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -52,7 +52,7 @@ help:
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make docs    the pages of documentation, in build/site"
-	@echo "make lint-workflows  check the workflows of a public host"
+	@echo "make lint-workflows  check the workflows and forms of a public host, and CITATION.cff"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU (CALLS=day: nine minutes of it)"
 	@echo "make gpu-bundle  what a GPU machine without network needs to be brought (VLLM=0.33: of that vLLM)"
@@ -123,6 +123,9 @@ docs: $(DOCS)/.installed
 lint-workflows: $(WORKFLOWS)/.installed
 	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows \
 	  .github/workflows/*.yml
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-issue-forms \
+	  .github/ISSUE_TEMPLATE/*.yml
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(WORKFLOWS)/bin/zizmor --offline --no-progress --config .github/zizmor.yml .github/workflows
 
 $(DOCS)/.installed: requirements/docs.txt
@@ -147,10 +150,13 @@ demo: $(INSTALLED)
 	@$(MAKE) -j2 build model
 	@$(BIN)/python examples/demo.py
 
-lint: $(INSTALLED)
+# mypy reads the types of the extension, which the build writes.
+lint: style $(BUILT)
+	$(BIN)/mypy $(CODE)
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(CODE)
 
 # An engine keeps about one core busy, so the tests share the cores out; then come those that want
 # all cores. It ends with the instruction sets that this machine has for the kernels.
@@ -188,7 +194,7 @@ gpu-bundle:
 	$(PYTHON) tools/gpu/bundle.py build $(addprefix --vllm ,$(VLLM)) .gpu/bundle
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache $(BUILT)
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache vllm_kvretrieval/_cpu.pyi $(BUILT)
 
 distclean: clean
 	rm -rf $(VENV) models

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from vllm_kvretrieval.engine.cpu.advice import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 POLL_S = 1.0
 SHUTDOWN_S = 15.0

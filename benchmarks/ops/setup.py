@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import result_header, settings, write_json
-from vllm_kvretrieval.engine.cpu.advice import slow_bfloat16
 from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.upstream.defaults import slow_bfloat16
 
 PAGE = 32
 """Tokens of a page."""

@@ -1,4 +1,4 @@
-"""Write tables and plots of README and docs from result files, or check that they are as written.
+"""Write tables and plots of README, docs and the journal from result files, or check them.
 
 A page asks for a table by a comment, and this program writes the table below it::
 
@@ -71,6 +71,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "steps": steps.steps,
+    "tokens": steps.tokens,
     "turns": quality.turns,
 }
 """Every kind of table, and the function that makes it of result files."""
@@ -81,13 +82,20 @@ BLOCK = re.compile(
 )
 
 
+JOURNAL = ROOT / "benchmarks" / "journal"
+
+
 class TableError(ValueError):
     """A page asks for a table that cannot be made."""
 
 
 def pages() -> list[Path]:
-    """Return the pages that may hold tables: README and docs."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return the pages that may hold tables: README, docs, and the journal of measurements."""
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(JOURNAL.glob("*.md")),
+    ]
 
 
 def rendered(text: str, directory: Path = RESULTS) -> str:

@@ -87,21 +87,20 @@ def disk(results: Results, options: Options) -> str:
 
 
 def capacity(results: Results, options: Options) -> str:
-    """Tokens of context in the same fast memory: a row per size that was served."""
-    (store,) = results.values()
-    header = ["fast memory", "vLLM alone: tokens", "on disk", "", "page index", "slots", "file"]
+    """Tokens of context in the same fast memory: a row per size and file, each of a method."""
+    header = ["fast memory", "vLLM alone: tokens", "method", "on disk", "", "page index"]
+    header += ["slots", "file"]
     rows = []
-    for row in store["rows"]:
-        planned = row["planned"]
-        rows.append(
-            [
-                f"{row['fast_memory'] // MIB} MiB",
-                f"{row['stock_tokens']:,}",
-                f"{row['tokens']:,} ({row['requests']} of {row['context']:,})",
-                f"{row['ratio']:.1f}x",
-                f"{planned['index'] / MIB:.1f} MiB",
-                f"{planned['recall_cache'] / MIB:.1f} MiB",
-                f"{planned['home'] / MIB:,.0f} MiB",
-            ]
-        )
+    for store in results.values():
+        method = store["settings"].get("method", "freekv")  # early files name none
+        for row in store["rows"]:
+            planned = row["planned"]
+            sizes = f"{row['fast_memory'] // MIB:,} MiB", f"{row['stock_tokens']:,}"
+            tokens = f"{row['tokens']:,} ({row['requests']} of {row['context']:,})"
+            parts = (
+                f"{planned['index'] / MIB:,.1f} MiB",
+                f"{planned['recall_cache'] / MIB:,.1f} MiB",
+            )
+            home = f"{planned['home'] / MIB:,.0f} MiB"
+            rows.append([*sizes, f"`{method}`", tokens, f"{row['ratio']:.1f}x", *parts, home])
     return markdown(header, rows)

@@ -64,6 +64,24 @@ def first(results: Results, options: Options) -> str:
     return markdown(header, rows)
 
 
+def tokens(results: Results, options: Options) -> str:
+    """First tokens and further ones of a run whose prompts were read: a row per context."""
+    (store,) = results.values()
+    cells = sorted(_by_size(store).items())
+    (name,) = _methods(dict(cells))
+    header = ["context", "first token: vLLM alone, s", f"{name}, s", "speed-up"]
+    header += ["further tokens: vLLM alone, ms", f"{name}, ms", "speed-up (min..max)"]
+    rows = []
+    for (_, context), cell in cells:
+        stock, own = (
+            statistics.median(cell["engines"][each]["first_token_s"])
+            for each in (report.pair(cell)[0], name)
+        )
+        times = [f"{stock:.1f}", f"{own:.1f}", ratio(stock / own)]
+        rows.append([f"{context:,}", *times, _stock_ms(cell), *_figures(cell, name)])
+    return markdown(header, rows)
+
+
 def methods(results: Results, options: Options) -> str:
     """Decode steps of several methods at one ``context``: a row for each method of a file.
 

@@ -1,6 +1,7 @@
 // The extension's module: instruction sets, indexes, and what selects pages or tokens. See bindings.h.
 #include "bindings.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
@@ -32,6 +33,15 @@ nb::dict numbers(std::initializer_list<std::pair<const char*, E>> named) {
   return found;
 }
 
+// By the names of the indexes, their kinds and the names of their parameters.
+nb::dict indexes() {
+  nb::dict found;
+  int kind = 0;
+  for (const kvr::IndexNames* index = active->indexes; index->name != nullptr; ++index)
+    found[index->name] = nb::make_tuple(kind++, nb::str(index->parameters).attr("split")());
+  return found;
+}
+
 void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser& chooser) {
   const kvr::Index& index = chooser.index;
   query.check("query", rows.rows, index.kv_heads * chooser.group, index.head_size,
@@ -59,20 +69,21 @@ NB_MODULE(_cpu, m) {
     }
   });
   m.attr("MOST_SCORES") = kvr::kMostScores;
-  using kvr::Codec, kvr::IndexKind, kvr::KeyLayout, kvr::Mode;
+  using kvr::Codec, kvr::KeyLayout, kvr::Mode, kvr::Pooling, kvr::Rating;
   m.attr("MODES") = numbers<Mode>(
       {{"select", Mode::kSelect}, {"given", Mode::kGiven}, {"whole", Mode::kWhole}});
-  m.attr("INDEX_KINDS") = numbers<IndexKind>({{"min_max", IndexKind::kMinMax},
-                                              {"mean", IndexKind::kMean},
-                                              {"mean_std", IndexKind::kMeanStd},
-                                              {"bounding", IndexKind::kBounding},
-                                              {"representative", IndexKind::kRepresentative},
-                                              {"one_bit", IndexKind::kOneBit},
-                                              {"low_rank", IndexKind::kLowRank},
-                                              {"landmark", IndexKind::kLandmark},
-                                              {"exact", IndexKind::kExact}});
-  m.attr("OUTSIDE") = static_cast<int>(IndexKind::kOutside);
-  m.attr("NO_INDEX") = static_cast<int>(IndexKind::kNone);
+  m.attr("INDEXES") = indexes();
+  m.attr("OUTSIDE") = kvr::kOutside;
+  m.attr("NO_INDEX") = kvr::kNoIndex;
+  m.attr("POOLINGS") = numbers<Pooling>({{"mean_softmax", Pooling::kMeanSoftmax},
+                                         {"relative", Pooling::kRelative},
+                                         {"max", Pooling::kMax},
+                                         {"sum", Pooling::kSum},
+                                         {"max_softmax", Pooling::kMaxSoftmax}});
+  m.attr("RATINGS") = numbers<Rating>({{"sum", Rating::kSum},
+                                       {"latest", Rating::kLatest},
+                                       {"stamp", Rating::kStamp},
+                                       {"position", Rating::kPosition}});
   m.attr("LAYOUTS") = numbers<KeyLayout>({{"vec", KeyLayout::kTransposed},
                                           {"vec16", KeyLayout::kTransposed},
                                           {"amx", KeyLayout::kAmx},
@@ -116,19 +127,24 @@ NB_MODULE(_cpu, m) {
   nb::class_<Index>(m, "Index")
       .def("__init__",
            [](Index* self, int kind, int dtype, nb::object torch_dtype, int kv_heads, int head_size,
-              int page_size, int entry_tokens, int rank, float spread, uintptr_t records,
-              int64_t entries, int64_t record_bytes, uintptr_t cache, int layout, bool means) {
-             new (self) Index{{static_cast<kvr::IndexKind>(kind), static_cast<kvr::DType>(dtype),
-                               kv_heads, head_size, page_size, entry_tokens, rank, spread,
-                               at<uint8_t>(records), entries, record_bytes, at<void>(cache),
-                               static_cast<kvr::KeyLayout>(layout), means},
+              int page_size, int entry_tokens, const std::vector<float>& parameters, bool grows,
+              bool per_token, uintptr_t records, int64_t entries, int64_t record_bytes,
+              uintptr_t cache, int layout, bool means) {
+             if (parameters.size() > kvr::kMostParameters)
+               throw std::invalid_argument("an index has too many parameters");
+             new (self) Index{{kind, static_cast<kvr::DType>(dtype), kv_heads, head_size, page_size,
+                               entry_tokens, {}, grows, per_token, at<uint8_t>(records), entries,
+                               record_bytes, at<void>(cache), static_cast<kvr::KeyLayout>(layout),
+                               means},
                               std::move(torch_dtype)};
+             std::copy(parameters.begin(), parameters.end(), self->parameters);
            },
            nb::kw_only(),
            nb::arg("kind"), nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("kv_heads"),
-           nb::arg("head_size"), nb::arg("page_size"), nb::arg("entry_tokens"), nb::arg("rank"),
-           nb::arg("spread"), nb::arg("records"), nb::arg("entries"), nb::arg("record_bytes"),
-           nb::arg("cache"), nb::arg("layout"), nb::arg("means"));
+           nb::arg("head_size"), nb::arg("page_size"), nb::arg("entry_tokens"),
+           nb::arg("parameters"), nb::arg("grows"), nb::arg("per_token"), nb::arg("records"),
+           nb::arg("entries"), nb::arg("record_bytes"), nb::arg("cache"), nb::arg("layout"),
+           nb::arg("means"));
 
   nb::class_<Chooser>(m, "Chooser")
       .def("__init__",

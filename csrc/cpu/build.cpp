@@ -71,7 +71,7 @@ static void update_run(const IndexUpdate& u, const Run& run) {
 // Whether records are built here: exact has none, and an index without kernels builds its own.
 template <class E>
 static bool builds(const Index& index) {
-  return index.means || (index.record_bytes > 0 && build_fn_of<E>(index.kind) != nullptr);
+  return index.means || (index.record_bytes > 0 && functions_of<E>(index.kind).build != nullptr);
 }
 
 // The keys that have just been written are in the cache: so are those of all entries they complete.
@@ -94,7 +94,7 @@ static void build_entry(const Index& index, int64_t entry, int head) {
   thread_local std::vector<float> keys;
   keys.resize(index.head_size * index.entry_tokens);
   keys_of_entry<E>(index, entry, head, index.entry_tokens, keys.data());
-  build_fn_of<E>(index.kind)({index, keys.data(), index.record(entry, head)});
+  functions_of<E>(index.kind).build({index, keys.data(), index.record(entry, head)});
 }
 
 template <class E>
@@ -108,7 +108,7 @@ static void build_entries(const Index& index, const std::vector<int64_t>& entrie
 
 template <class E>
 static void update_index_of(const IndexUpdate& u) {
-  if (u.index.kind != IndexKind::kMinMax) {
+  if (!u.index.grows) {
     const std::vector<int64_t>& completed = find_completed(u);
     if (builds<E>(u.index)) build_entries<E>(u.index, completed);
     return;
@@ -229,7 +229,7 @@ static void bound_page(const PageIndexing& p, int64_t i, int head) {
 template <class E>
 static void index_page(const PageIndexing& p, int64_t i, int head) {
   const Index& index = p.index;
-  if (index.kind == IndexKind::kMinMax) return bound_page<E>(p, i, head);
+  if (index.grows) return bound_page<E>(p, i, head);
   if (!builds<E>(index)) return;
   if (const int spans = index.spans(); spans > 1) {  // the last page completes an entry
     if (p.pages[i] % spans == spans - 1 && p.lengths[i] == index.page_size)

@@ -149,7 +149,7 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
     scores = true;
     const std::string units = std::to_string(rows.select[r]) +
                               (rows.per_token ? " tokens" : " pages") + " are to be selected";
-    if (index.kind == IndexKind::kNone) refuse(r, {units, "by no index"});
+    if (index.kind == kNoIndex) refuse(r, {units, "by no index"});
     if (!rows.per_token && rows.window[r] < 1)
       refuse(r, {units, "beside a window that lacks the tail page"});
     if (!rows.per_token && rows.window[r] < index.spans())
@@ -163,8 +163,7 @@ void check_scoring(const DecodeRows& rows, const Index& index) {
   if (tokens > std::numeric_limits<int32_t>::max() || (index.page_size & (index.page_size - 1)))
     throw std::invalid_argument(std::to_string(tokens) + " tokens in pages of " +
                                 std::to_string(index.page_size) + " cannot be numbered");
-  if (scores && index.kind != IndexKind::kOneBit && index.kind != IndexKind::kExact &&
-      index.kind != IndexKind::kOutside && index.kind != IndexKind::kNone)
+  if (scores && !index.per_token)
     throw std::invalid_argument("the index scores entries, not tokens");
 }
 

@@ -1,7 +1,7 @@
 // The arguments of the ops of the CPU platform, for all instruction sets.
 //
-// The specification of every op is its plain-torch twin in vllm_kvretrieval/kernels/reference. This
-// code does not use PyTorch; it takes pointers, strides and sizes.
+// The specification of every op is its plain-torch twin in tests/spec/ops.py. This code does not use
+// PyTorch; it takes pointers, strides and sizes.
 #pragma once
 
 #include <algorithm>
@@ -65,35 +65,24 @@ enum class KeyLayout : int32_t {
   kRows = 2,                     // [page_size, 2 * head_size], each key before its value; ours
 };
 
-// The kinds of indexes: what a record holds of the keys of an entry. index/ has one file per kind.
-// Python gets the numbers from bindings.cpp.
-enum class IndexKind : int32_t {
-  kMinMax = 0,
-  kMean = 1,
-  kMeanStd = 2,
-  kBounding = 3,
-  kRepresentative = 4,
-  kOneBit = 5,
-  kLowRank = 6,
-  kLandmark = 7,
-  kExact = 8,
-  kOutside = 9,                  // an index of another package, which builds and scores it
-  kNone = 10,
-  kCount = 11,
-};
+// The kinds of indexes that have no line in KVR_INDEXES (index/table.h).
+constexpr int32_t kOutside = -1;  // an index of another package, which builds and scores it
+constexpr int32_t kNoIndex = -2;
+constexpr int kMostParameters = 4;
 
 // How the scores of the query heads of a KV head become one; see pooling.h.
 enum class Pooling : int32_t { kMeanSoftmax = 0, kRelative = 1, kMax = 2, kSum = 3, kMaxSoftmax = 4 };
 
 // The index of one layer. It has a record for every entry: `entry_tokens` tokens of a page, in a KV
-// head, or all tokens of several pages that lie side by side in the cache (kLowRank).
+// head, or all tokens of several pages that lie side by side in the cache (low_rank).
 struct Index {
-  IndexKind kind;
+  int32_t kind;                  // the place in KVR_INDEXES, or one of the above
   DType dtype;                   // of the KV cache, and of fields of records with its precision
   int32_t kv_heads, head_size, page_size;
   int32_t entry_tokens;          // page_size over or times a power of two
-  int32_t rank;                  // of kLowRank
-  float spread;                  // of kMeanStd: standard deviations above the mean
+  float parameters[kMostParameters];  // by the names that the index's struct gives them
+  bool grows;                    // whether unfinished entries have records
+  bool per_token;                // whether single tokens have scores
   uint8_t* records;              // [entries, kv_heads, record_bytes]
   int64_t entries;               // pages * page_size / entry_tokens
   int64_t record_bytes;
@@ -108,8 +97,7 @@ struct Index {
   int64_t scored_bytes() const { return record_bytes - (means ? spans() * mean_bytes() : 0); }
   // The number of entries of a context that have records; unfinished ones do if records grow.
   int entries_of(int32_t seq_len) const {
-    return kind == IndexKind::kMinMax ? (seq_len + entry_tokens - 1) / entry_tokens
-                                      : seq_len / entry_tokens;
+    return (seq_len + (grows ? entry_tokens - 1 : 0)) / entry_tokens;
   }
   uint8_t* record(int64_t entry, int head) const {
     return records + (entry * kv_heads + head) * record_bytes;
@@ -144,7 +132,7 @@ struct Chooser {
 
 // How a filter layer selects tokens for the layers after it, the same tokens for all their heads.
 struct ContextSelector {
-  Index index;                   // kExact, over the keys of the layer
+  Index index;                   // over the keys of the layer
   int32_t group;                 // query heads per KV head
   float scale;                   // softmax scale of the layer
   int32_t* selected;             // [seats, max_selected]; positions of tokens in the context
@@ -191,7 +179,7 @@ struct DecodePlan {
   const Chooser& chooser;
   const void* query;             // [rows, kv_heads * group, head_size]
   int64_t query_stride;          // elements from one row to the next
-  const float* scores;           // kOutside: [rows, kv_heads, group, score_stride], of entries or
+  const float* scores;           // of kOutside: [rows, kv_heads, group, score_stride], of entries or
                                  // of tokens; else null
   int64_t score_stride;
   float* rest_values;            // out, [rows, kv_heads * group, head_size]: the remainder's values, or null
@@ -330,6 +318,12 @@ struct LinearLayer {
 
 struct UnitCoding;  // codec.h
 
+// An index with kernels, as its line in KVR_INDEXES and its struct have it.
+struct IndexNames {
+  const char* name;
+  const char* parameters;        // in the order of Index::parameters, with spaces between them
+};
+
 // The functions that one instruction set provides.
 struct KernelTable {
   const char* isa;
@@ -344,6 +338,7 @@ struct KernelTable {
   // These run on the calling thread alone.
   void (*encode_units)(const UnitCoding&);
   void (*decode_units)(const UnitCoding&);
+  const IndexNames* indexes;     // by their kinds; the last one has no name
 };
 
 // The fastest table that this machine runs.

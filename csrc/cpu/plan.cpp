@@ -21,18 +21,28 @@
 #define KVR_CONCAT_(a, b) a##b
 #define KVR_CONCAT(a, b) KVR_CONCAT_(a, b)
 
+// The instruction set whose object code of build.cpp, filter.cpp, codec.cpp and linear.cpp serves.
+#ifndef KVR_SHARED
+#define KVR_SHARED KVR_ISA
+#endif
+
 namespace kvr {
-namespace KVR_ISA {
+namespace KVR_SHARED {
 
 void update_index(const IndexUpdate&);  // build.cpp
 void index_pages(const PageIndexing&);
 void read_keys(const KeyReading&);
-void attend(const Attention&);      // attend.cpp
-void attend_prompt(const PromptAttention&);  // attend_prompt.cpp
 void select_context(const ContextSelection&);  // filter.cpp
-void multiply(const LinearLayer&);             // linear.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
+void multiply(const LinearLayer&);             // linear.cpp
+
+}  // namespace KVR_SHARED
+
+namespace KVR_ISA {
+
+void attend(const Attention&);               // attend.cpp
+void attend_prompt(const PromptAttention&);  // attend_prompt.cpp
 
 constexpr int kChunk = 128;         // most entries per scoring task
 constexpr int kTokenChunk = 32;     // the same where their tokens are scored
@@ -67,6 +77,14 @@ struct HeadScores {
   int chunks;
 };
 
+// Units of a KV head among which the best are, and what tells them.
+struct Candidates {
+  int first, last;                   // units between sink and window
+  std::vector<int32_t> outliers;
+  std::vector<int32_t> units;        // the candidates, rising
+  std::vector<float> norms;          // [group]; logarithms of the divisors of shares
+};
+
 template <class E>
 struct Planner {
   const DecodeRows& rows;
@@ -82,7 +100,8 @@ struct Planner {
 
   explicit Planner(const DecodePlan& p)
       : rows(p.rows), chooser(p.chooser), index(p.chooser.index), plan(p),
-        score_fn(rows.per_token ? token_score_fn_of<E>(index.kind) : score_fn_of<E>(index.kind)),
+        score_fn(rows.per_token ? functions_of<E>(index.kind).score_tokens
+                                : functions_of<E>(index.kind).score),
         per_entry(rows.per_token ? index.entry_tokens : index.spans()),
         parts(rows.per_token ? 1 : index.parts()),
         chunk(std::clamp(kChunkTokens / index.entry_tokens, kWidth,
@@ -248,55 +267,80 @@ struct Planner {
   // Returns how many of them are enough for the row's mass; if fewer than k, `enough` has these.
   int select_best(int row, int head, int k, const HeadScores& of, int32_t* best,
                   std::vector<int32_t>& enough) const {
-    float* scores = of.scores;
-    const int64_t stride = of.stride;
-    const int n = entries(row) * per_entry;
-    const int first = rows.sink[row], last = units(row) - rows.window[row];
-    const int wanted = std::min<int64_t>(last - first, std::max<int64_t>(k, int64_t(k) * chooser.rerank));
-    thread_local std::vector<int32_t> candidates, outliers;
-    thread_local std::vector<float> norms;
-    find_outliers(Records(index, blocks(row)), head, first, last, outlier_units(chooser.outliers, k),
-                  outliers);
-    const auto put_first = [&] {
-      for (const int32_t unit : outliers) scores[unit] = std::numeric_limits<float>::infinity();
-    };
-    candidates.resize(wanted);
-    norms.resize(chooser.group);
+    thread_local Candidates found;
+    found.first = rows.sink[row];
+    found.last = units(row) - rows.window[row];
+    found.units.resize(std::min<int64_t>(found.last - found.first,
+                                         std::max<int64_t>(k, int64_t(k) * chooser.rerank)));
+    found.norms.resize(chooser.group);
+    find_outliers(Records(index, blocks(row)), head, found.first, found.last,
+                  outlier_units(chooser.outliers, k), found.outliers);
     if (is_raw(chooser.pooling)) {
-      pool_raw(scores, stride, chooser.group, n, chooser.pooling == Pooling::kMax);
-      if (parts > 1) pool_parts(scores, n, parts, true);
-      put_first();
-      to_ordered(scores + first, last - first);
-      top_k(scores + first, last - first, wanted, first, candidates.data(), true);
+      find_by_scores(row, of, found);
     } else {
-      pool_shares(scores, stride, chooser.group, n, chunk * per_entry, of.chunks, of.masses,
-                  chooser.pooling, norms.data());
-      if (parts > 1) pool_parts(scores, n, parts, false);
-      put_first();
-      top_k_of_many(scores + first, last - first, wanted, first, candidates.data());
-      if (rows.mass[row] < 1) {
-        reach_mass(rows.mass[row], scores, (n + parts - 1) / parts, first, last, candidates, enough);
-        const int count = enough.size();
-        // Units that pooling cannot tell apart are none of these, then.
-        if (count < k && scores[enough.back()] >= kLeastScore) {
-          std::sort(enough.begin(), enough.end());
-          std::copy_n(candidates.data(), k, best);
-          return count;
-        }
+      find_by_shares(row, of, found);
+      if (rows.mass[row] < 1 && reaches_mass(row, k, of, found, enough)) {
+        std::copy_n(found.units.data(), k, best);
+        return enough.size();
       }
-      if (std::any_of(candidates.begin(), candidates.end(),
-                      [&](int32_t unit) { return !(scores[unit] >= kLeastScore); })) {
-        // The scores once more: pooling took their place.
-        score(row, head, 1, 0, entries(row), scores, 0, stride);
-        top_k_of_logs(scores, stride, chooser.group, n, parts, first, last, wanted, chooser.pooling,
-                      outliers, candidates.data());
-      }
+      if (any_too_low(of, found)) find_by_logs(row, head, of, found);
     }
-    if (wanted > k)
-      rerank(row, head, candidates, norms.data(), k, best);
+    if (int(found.units.size()) > k)
+      rerank(row, head, found.units, found.norms.data(), k, best);
     else
-      std::copy_n(candidates.data(), k, best);
+      std::copy_n(found.units.data(), k, best);
     return k;
+  }
+
+  static void put_first(const std::vector<int32_t>& outliers, float* scores) {
+    for (const int32_t unit : outliers) scores[unit] = std::numeric_limits<float>::infinity();
+  }
+
+  // The best units by scores as they are, pooled.
+  void find_by_scores(int row, const HeadScores& of, Candidates& found) const {
+    const int n = entries(row) * per_entry, first = found.first, count = found.last - first;
+    pool_raw(of.scores, of.stride, chooser.group, n, chooser.pooling == Pooling::kMax);
+    if (parts > 1) pool_parts(of.scores, n, parts, true);
+    put_first(found.outliers, of.scores);
+    to_ordered(of.scores + first, count);
+    top_k(of.scores + first, count, found.units.size(), first, found.units.data(), true);
+  }
+
+  // The best units by shares of the attention, pooled.
+  void find_by_shares(int row, const HeadScores& of, Candidates& found) const {
+    const int n = entries(row) * per_entry, first = found.first;
+    pool_shares(of.scores, of.stride, chooser.group, n, chunk * per_entry, of.chunks, of.masses,
+                chooser.pooling, found.norms.data());
+    if (parts > 1) pool_parts(of.scores, n, parts, false);
+    put_first(found.outliers, of.scores);
+    top_k_of_many(of.scores + first, found.last - first, found.units.size(), first,
+                  found.units.data());
+  }
+
+  // Whether fewer than k units reach the row's mass: `enough` has these, rising. Units that pooling cannot
+  // tell apart are none of them.
+  bool reaches_mass(int row, int k, const HeadScores& of, const Candidates& found,
+                    std::vector<int32_t>& enough) const {
+    const int n = entries(row) * per_entry;
+    reach_mass(rows.mass[row], of.scores, (n + parts - 1) / parts, found.first, found.last,
+               found.units, enough);
+    if (int(enough.size()) >= k || !(of.scores[enough.back()] >= kLeastScore)) return false;
+    std::sort(enough.begin(), enough.end());
+    return true;
+  }
+
+  // Whether shares are so low that pooling cannot tell the units apart.
+  static bool any_too_low(const HeadScores& of, const Candidates& found) {
+    return std::any_of(found.units.begin(), found.units.end(),
+                       [&](int32_t unit) { return !(of.scores[unit] >= kLeastScore); });
+  }
+
+  // The best units by logarithms of shares. Scores once more: pooling took their place.
+  void find_by_logs(int row, int head, const HeadScores& of, Candidates& found) const {
+    score(row, head, 1, 0, entries(row), of.scores, 0, of.stride);
+    top_k_of_logs(of.scores, of.stride, chooser.group, entries(row) * per_entry, parts, found.first,
+                  found.last, found.units.size(), chooser.pooling, found.outliers,
+                  found.units.data());
   }
 
   // The k best of the candidates by their keys.
@@ -382,11 +426,10 @@ static void plan_decode(const DecodePlan& p) {
 }  // namespace KVR_ISA
 
 extern const KernelTable KVR_CONCAT(table_, KVR_ISA);
-const KernelTable KVR_CONCAT(table_, KVR_ISA) = {KVR_STRING(KVR_ISA), KVR_ISA::update_index,
-                                                 KVR_ISA::plan_decode, KVR_ISA::index_pages,
-                                                 KVR_ISA::read_keys,
-                                                 KVR_ISA::attend, KVR_ISA::attend_prompt,
-                                                 KVR_ISA::select_context, KVR_ISA::multiply,
-                                                 KVR_ISA::encode_units, KVR_ISA::decode_units};
+const KernelTable KVR_CONCAT(table_, KVR_ISA) = {
+    KVR_STRING(KVR_ISA),       KVR_SHARED::update_index, KVR_ISA::plan_decode,
+    KVR_SHARED::index_pages,   KVR_SHARED::read_keys,    KVR_ISA::attend,
+    KVR_ISA::attend_prompt,    KVR_SHARED::select_context, KVR_SHARED::multiply,
+    KVR_SHARED::encode_units,  KVR_SHARED::decode_units, KVR_ISA::kIndexNames};
 
 }  // namespace kvr

@@ -2,7 +2,7 @@
 // which unit and which slots may be given to others, and reads units that no slot holds.
 //
 // A unit is one (page, KV head) slice of the KV cache, `page * kv_heads + head`; home and slots hold
-// it in the same bytes. The specification is RecallCache in vllm_kvretrieval/kernels/reference.
+// it in the same bytes. The specification is RecallCache in tests/spec/recall.py.
 #pragma once
 
 #include <sys/types.h>

@@ -4,7 +4,7 @@
 // Every request has places for `capacity` tokens of each KV head, in every layer alike. Its lists say
 // which token is where: a list per KV head, or one list for all heads of several layers that attend
 // to the same tokens. Tokens are numbered as in Attention (kernels.h). The specification is TokenRecall in
-// vllm_kvretrieval/kernels/tokens_reference.py.
+// tests/spec/tokens.py.
 #pragma once
 
 #include <atomic>

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 from vllm.config import VllmConfig
 
-from vllm_kvretrieval.engine.cpu import compiled
+from vllm_kvretrieval.upstream import compiled
 
 
 class Network(nn.Module):

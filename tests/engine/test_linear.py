@@ -7,9 +7,8 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import cpu_unquantized_gemm, dispatch_cpu_unquantized_gemm
 
 from tests.support.isas import visited
-from vllm_kvretrieval.engine.cpu import linear
-from vllm_kvretrieval.engine.cpu.linear import AT_ONCE, MANY, widen_linear_layers
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.upstream import linear
+from vllm_kvretrieval.upstream.linear import AT_ONCE, MANY, multiply, widen_linear_layers
 
 
 class Layer(torch.nn.Module):
@@ -77,7 +76,7 @@ def test_halves_are_rounded_once():
         assert exact.float().double().equal(exact)
         expected = exact.float().numpy().astype(np.float16)
         for isa in visited():
-            assert (cpu.multiply(x, weight, None).numpy() == expected).all(), isa
+            assert (multiply(x, weight, None).numpy() == expected).all(), isa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -92,7 +91,7 @@ def test_multiply(dtype):
                 for given in (None, bias):
                     exact = x.double() @ weight.double().T
                     exact += 0 if given is None else given.double()
-                    found = cpu.multiply(x, weight, given).double()
+                    found = multiply(x, weight, given).double()
                     step = torch.finfo(dtype).eps * exact.abs() / 2
                     assert ((found - exact).abs() <= step * 1.01 + inputs * 2e-6).all(), isa
 
@@ -101,11 +100,11 @@ def test_multiply_of_a_token_depends_on_no_other():
     """Bits of a row are the same alone, in a batch, and by any number of threads."""
     torch.manual_seed(2)
     weight, x = torch.randn(500, 96).bfloat16(), torch.randn(7, 96).bfloat16()
-    together, threads = cpu.multiply(x, weight), torch.get_num_threads()
+    together, threads = multiply(x, weight), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for row in range(7):
-            assert torch.equal(cpu.multiply(x[row : row + 1], weight)[0], together[row])
+            assert torch.equal(multiply(x[row : row + 1], weight)[0], together[row])
     finally:
         torch.set_num_threads(threads)
 
@@ -113,15 +112,15 @@ def test_multiply_of_a_token_depends_on_no_other():
 def test_multiply_takes_tokens_that_lie_apart():
     """Tokens may be a part of wider rows; weights may not."""
     x, weight = torch.randn(3, 128).bfloat16(), torch.randn(64, 64).bfloat16()
-    assert torch.equal(cpu.multiply(x[:, :64], weight), cpu.multiply(x[:, :64].clone(), weight))
+    assert torch.equal(multiply(x[:, :64], weight), multiply(x[:, :64].clone(), weight))
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.multiply(x[:, :64], weight.T)
+        multiply(x[:, :64], weight.T)
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.multiply(x[:, :64].float(), weight)
+        multiply(x[:, :64].float(), weight)
     with pytest.raises(ValueError, match="fit neither"):
-        cpu.multiply(x, weight)
+        multiply(x, weight)
     with pytest.raises(ValueError, match="fit neither"):
-        cpu.multiply(x[:, :64], weight, torch.zeros(1).bfloat16())
+        multiply(x[:, :64], weight, torch.zeros(1).bfloat16())
 
 
 def test_weights_are_converted_in_parts(avx2, monkeypatch):

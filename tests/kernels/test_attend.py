@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.ops.attention import Case, measure
 from benchmarks.ops.setup import Shape
+from tests.spec import ops as reference
 from tests.support.kernel_checks import DTYPES, specified
-from vllm_kvretrieval.kernels import Remainder, TokenLists, cpu, reference
+from vllm_kvretrieval.kernels import Remainder, TokenLists, cpu
 
 pytestmark = pytest.mark.threads
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.codec.sparse import find_outliers, outlier_count
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import (
@@ -23,7 +24,7 @@ from tests.support.kernel_checks import (
     make_rows,
     specified,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import DTYPES, specified
@@ -15,7 +16,6 @@ from vllm_kvretrieval.kernels import (
     IndexRecords,
     Mode,
     cpu,
-    reference,
 )
 from vllm_kvretrieval.retrieval.index.exact import Exact
 

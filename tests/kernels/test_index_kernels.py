@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import (
@@ -19,7 +20,7 @@ from tests.support.kernel_checks import (
     put_keys,
     specified,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
 pytestmark = pytest.mark.threads

@@ -8,6 +8,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import (
@@ -20,7 +21,7 @@ from tests.support.kernel_checks import (
     make_chooser,
     specified,
 )
-from vllm_kvretrieval.kernels import IndexRecords, cpu, reference
+from vllm_kvretrieval.kernels import IndexRecords, cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
 pytestmark = pytest.mark.threads

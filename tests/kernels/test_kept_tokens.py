@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.test_attend import cache_of, token_lists
+from tests.spec import ops as reference
 from vllm_kvretrieval.kernels import (
     Chooser,
     Contexts,
@@ -16,7 +17,6 @@ from vllm_kvretrieval.kernels import (
     Mode,
     Selection,
     cpu,
-    reference,
 )
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.pooling import Pooling

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.kernel_checks import (
     DTYPES,
@@ -17,7 +18,7 @@ from tests.support.kernel_checks import (
     make_rows,
     take_in,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import unpack
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank, channels_of, scales_of, tokens_of
 from vllm_kvretrieval.retrieval.pooling import Pooling

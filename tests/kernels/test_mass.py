@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import DTYPES, clone_rows, copy_of, make_chooser, make_rows
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.families.scored import MASS

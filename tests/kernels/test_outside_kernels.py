@@ -1,10 +1,12 @@
 """Indexes of other packages, which the compiled ops call."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.covering import covering
 from tests.support.isas import visited
 from tests.support.kernel_checks import (
@@ -25,7 +27,8 @@ from tests.support.kernel_checks import (
     specified,
     take_in,
 )
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.extend import Rule
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -98,3 +101,41 @@ def test_records_of_an_index_of_another_package():
     cpu.index_pages(nothing, nothing, loaded)
     cpu.update_index(key, PADDING, loaded)
     assert torch.equal(loaded.records, before)
+
+
+@dataclass(frozen=True)
+class Lowest(Rule):
+    """The pages with the lowest keys, whatever the query is, but those of the step before."""
+
+    name: ClassVar[str] = "lowest"
+
+    def select(self, query, record, state):
+        assert query.shape == (3, 64)
+        rated = record["keys"].amin((1, 2))
+        if state.pages is not None:
+            rated[state.pages] += 100
+        between = rated[state.first : state.last]
+        return between.topk(state.count, largest=False).indices.to(torch.int32) + state.first
+
+
+@pytest.mark.parametrize("pooling", Pooling, ids=lambda pooling: pooling.name)
+def test_a_rule(pooling):
+    """Its pages are selected by any pooling, as many as each KV head wants."""
+    torch.manual_seed(9)
+    chooser = make_chooser(40, 2, 2, 3, 64, torch.bfloat16, index=Lowest(), pooling=pooling)
+    chooser.selection.counts = torch.tensor([[3, 7], [1, 40]], dtype=torch.int32)
+    query = torch.randn(2, 6, 64).bfloat16()
+    rows = make_rows([37 * PAGE - 3, 22 * PAGE], chooser, (1, 2, 5), tau=1.0, fresh=1)
+    assert_same_plan(chooser, copy_of(chooser), query, rows)
+    first = chooser.selection.chosen.clone()
+    rows.fresh.zero_()
+    again = assert_same_plan(chooser, copy_of(chooser), query, rows)
+    pages = [37, 22]
+    for row, seat in enumerate(rows.seats.tolist()):
+        for head, count in enumerate(chooser.selection.counts[seat].tolist()):
+            count = min(count, pages[row] - 3)
+            chosen = chooser.selection.chosen[seat, head, :count]
+            former = first[seat, head, :count]
+            assert again.lengths[2 * row + head] == (count + 3) * PAGE - 3 * (row == 0)
+            common = len(set(chosen.tolist()) & set(former.tolist()))
+            assert common == max(0, 2 * count - (pages[row] - 3))

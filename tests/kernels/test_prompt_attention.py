@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvretrieval.kernels import PromptLists, cpu, reference
+from tests.spec import ops as reference
+from vllm_kvretrieval.kernels import PromptLists, cpu
 
 pytestmark = pytest.mark.threads
 

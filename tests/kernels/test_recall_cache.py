@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from tests.support.kernel_checks import make_chooser, make_rows
 from tests.support.open_pages import OpenPages
 from tests.support.recall_life import (
@@ -30,7 +31,7 @@ from tests.support.recall_life import (
     listed,
     stage,
 )
-from vllm_kvretrieval.kernels import TokenLists, cpu, reference
+from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.tiers.encoded import EncodedHome
 

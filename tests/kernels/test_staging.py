@@ -7,8 +7,9 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from tests.spec import ops as reference
 from vllm_kvretrieval.attention.cpu.staging import BLOCK_SIZE, PrefillStaging
-from vllm_kvretrieval.kernels import TokenLists, cpu, reference
+from vllm_kvretrieval.kernels import TokenLists, cpu
 
 pytestmark = pytest.mark.threads
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.spec.tokens import TokenRecall as Reference
 from tests.support.kernel_checks import make_chooser, make_rows
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.kernels.tokens_reference import TokenRecall as Reference
 
 pytestmark = pytest.mark.threads
 

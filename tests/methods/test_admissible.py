@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.spec import ops as reference
 from tests.support.steps import Runner, metadata_builder, request_table, split
 from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -22,7 +23,6 @@ from vllm_kvretrieval.kernels import (
     Mode,
     Selection,
     cpu,
-    reference,
 )
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.spec import ops as reference
 from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu, reference
+from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index

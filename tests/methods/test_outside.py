@@ -14,8 +14,10 @@ from benchmarks.common import ROOT
 from tests.support.engine import checkpoint
 from tests.support.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.extend import Field, Index, Rule
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.index import OWN, Field, Index, IndexKind
+from vllm_kvretrieval.retrieval.families.scored import MASS
+from vllm_kvretrieval.retrieval.index import OWN, IndexKind
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
 from vllm_kvretrieval.retrieval.presets import preset_names
 
@@ -24,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def test_found(tmp_path):
     with installed(install(tmp_path, MEDIAN, POINTS)):
-        assert preset_names()[-1] == "toy"
+        assert preset_names()[-2:] == ("ruled", "toy")
         toy = RetrievalConfig.from_options("toy", {})
         index = toy.own.index
         assert index is not None
@@ -40,11 +42,11 @@ def test_found(tmp_path):
 
 
 def test_the_package_of_the_documentation(tmp_path):
-    """Its two files, as the page has them: pip installs them, and both names are found."""
+    """Its files, as the page has them: pip installs them, and all names are found."""
     page, package, site = (ROOT / "docs/extending.md").read_text(), tmp_path / "package", "site"
     package.mkdir()
     files = re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
-    assert [name for name, _ in files] == ["my_index.py", "pyproject.toml"]
+    assert [name for name, _ in files] == ["my_index.py", "pyproject.toml", "my_rule.py"]
     for name, text in files:
         (package / name).write_text(text)
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
@@ -56,6 +58,11 @@ def test_the_package_of_the_documentation(tmp_path):
         check_outside(mine.index_kinds, 64, torch.bfloat16)
         other = RetrievalConfig.from_options("kvretrieval", {"index": "median"})
         assert mine.own.index == other.own.index
+        nearest = RetrievalConfig.from_options("mynearest", {})
+        check_outside(nearest.index_kinds, 64, torch.bfloat16)
+        pyramid = RetrievalConfig.from_options("pyramid", {}).own
+        assert pyramid.keeping is not None
+        assert pyramid.keeping.observation == 8
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,75 @@ SPOILT = {
 @pytest.mark.parametrize(("methods", "message"), SPOILT.values(), ids=SPOILT.keys())
 def test_spoilt_ones_are_refused(methods, message):
     index = spoilt(**methods)
-    prefix = r"index good \(tests\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
+    prefix = (
+        r"index good \(tests\.methods\.test_outside\.Spoilt\) cannot serve entries of 32 tokens of "
+    )
     message = prefix + f"head size 64 in torch.float16: .*{message}"
     with pytest.raises(RetrievalConfigError, match=message):
         check_outside([IndexKind(Good(), 32), IndexKind(index, 32)], 64, torch.float16)
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "max"}, "pooling=max has no effect with index=highest, a rule, which chooses"),
+        ({"rerank": 4}, "rerank=4 has no effect with index=highest, a rule"),
+        ({"summary_size": 16}, "summary_size=16 has no effect with index=highest, a rule"),
+        ({"unit": "token"}, "index=highest scores several at once"),
+        ({"mass": 0.9}, "mass=0.9 cannot be reached with ruled"),
+        ({"remainder": 0.1}, "remainder=0.1 cannot be added up with ruled"),
+        ({"outliers": 0.1}, "outliers=0.1 cannot be told by index=highest"),
+        ({"home": "disk"}, "keeps keys where they are slow to read, and ruled selects by them"),
+    ],
+    ids=str,
+)
+def test_options_without_effect_on_a_rule(tmp_path, options, message):
+    with installed(install(tmp_path, MEDIAN, POINTS)):
+        own = RetrievalConfig.from_options("ruled", {"summary_size": 32}).own
+        assert (MASS.of(own), own.rerank, own.entry_tokens) == (1, 0, 32)
+        with pytest.raises(RetrievalConfigError, match=message):
+            RetrievalConfig.from_options("ruled", options)
+
+
+@dataclass(frozen=True)
+class First(Rule):
+    """A rule that tests spoil: the first pages, by a record that it keeps."""
+
+    name: ClassVar[str] = "first"
+    reads_keys: ClassVar[bool] = False
+
+    def fields(self, head_size, entry_tokens):
+        return (Field("norm", torch.float32, (1,)),)
+
+    def build(self, keys):
+        return {"norm": keys.norm(dim=(1, 2))[:, None]}
+
+    def select(self, query, record, state):
+        assert record["norm"].shape == (5, 1)
+        return torch.arange(state.first, state.first + state.count)
+
+
+SPOILT_RULES = {
+    "no tensor": ({"select": lambda *_: [1, 2]}, r"select gives \[1, 2\], where 2 different pages"),
+    "floats": ({"select": lambda *_: torch.tensor([1.0, 2])}, r"select gives torch.float32 \[2\]"),
+    "too few": ({"select": lambda *_: torch.tensor([1])}, r"select gives torch.int64 \[1\], where"),
+    "one twice": ({"select": lambda *_: torch.tensor([2, 2])}, "select gives a page twice, where"),
+    "of the sink": (
+        {"select": lambda *_: torch.tensor([0, 2])},
+        "gives page 0, where .* 1 to 3 ",
+    ),
+    "of the window": ({"select": lambda *_: torch.tensor([2, 4])}, "select gives page 4, where"),
+    "an error": ({"select": lambda *given: given[9]}, "it raises IndexError"),
+    "tokens": ({"per_token": True}, "per_token is True, and a rule chooses pages"),
+}
+
+
+@pytest.mark.parametrize(("methods", "message"), SPOILT_RULES.values(), ids=SPOILT_RULES.keys())
+def test_spoilt_rules_are_refused(methods, message):
+    check_outside([IndexKind(First(), 32)], 64, torch.bfloat16)
+    rule = type("Spoilt", (First,), methods)()
+    with pytest.raises(RetrievalConfigError, match=message):
+        check_outside([IndexKind(rule, 32)], 64, torch.bfloat16)

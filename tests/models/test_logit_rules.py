@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
+from tests.spec import ops as reference
 from tests.support.bare_engine import BareEngine
 from tests.support.device_models import SHAPE
 from tests.support.engine import Request, assert_same, drive, engine, likely, prompt
 from vllm_kvretrieval.engine.cpu.refusals import check_logits
-from vllm_kvretrieval.engine.cpu.worker import Group
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 
 pytestmark = pytest.mark.engine
 
@@ -144,24 +144,24 @@ def test_selected_pages(llm, model):
 def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     """Their ratings would not be the model's attention."""
     bare = BareEngine("freekv", {"also": [also]})
-    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
-    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
+    logits = bare.worker, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    assert check_logits(*logits) == (False, False)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
     with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
-        check_logits(bare.worker, groups, bare.layers)
+        check_logits(*logits)
 
 
 def test_a_mass_is_refused_where_logits_are_capped():
     """Indexes estimate shares of the attention by logits that are not capped."""
     bare = BareEngine("twilight", {})
-    groups = [Group(bare.builder, None, [*bare.layers], [*bare.layers])]
-    assert check_logits(bare.worker, groups, bare.layers) == (False, False)
+    logits = bare.worker, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
+    assert check_logits(*logits) == (False, False)
     bare.layers["model.layers.2"].impl.sinks = torch.zeros(4)
-    assert check_logits(bare.worker, groups, bare.layers) == (False, True)
+    assert check_logits(*logits) == (False, True)
     bare.layers["model.layers.2"].impl.logits_soft_cap = CAP
     with pytest.raises(RetrievalConfigError, match=r"twilight selects up to a mass .*mass=1"):
-        check_logits(bare.worker, groups, bare.layers)
+        check_logits(*logits)
 
 
 def test_the_mass_of_a_request_has_no_effect_where_logits_are_capped(model):

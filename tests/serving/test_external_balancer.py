@@ -14,7 +14,7 @@ import pytest
 from benchmarks.common import ROOT
 from tests.support.engine import ROUNDING, assert_same, random_mixture
 from tests.support.server import PROMPT, Server, ask, free_ports, running, tokens_of
-from vllm_kvretrieval.engine.cpu.advice import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 

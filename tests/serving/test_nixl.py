@@ -15,7 +15,7 @@ import pytest
 from tests.support.engine import ROUNDING, Answer, assert_same, shortened
 from tests.support.routing import routing
 from tests.support.server import BUDGET, MODEL, PROMPT, Server, ask, free_ports, running, tokens_of
-from vllm_kvretrieval.engine.cpu.advice import cores_of
+from vllm_kvretrieval.upstream.defaults import cores_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 

@@ -18,11 +18,11 @@ from tests.support.engine import DTYPE, Request, checkpoint, drive, engine, shor
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.doctor.options import read_options
-from vllm_kvretrieval.engine.cpu.advice import all_cores
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store import add
 from vllm_kvretrieval.store.add import ServedChat
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 SMOL = "SmolLM2-135M-Instruct"
 BLOCK, MEMORY = 128, 64 << 20

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.spec import device as device_reference
+from tests.spec import slots as slots_reference
 from tests.support import triton_checks
 from tests.support.device_checks import bits, same_entries
 from tests.support.side_work import Interleaved
-from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import (
     RECORD_ALIGNMENT,

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 import torch
 
-from vllm_kvretrieval.kernels import device_reference as reference
-from vllm_kvretrieval.kernels import reference as ops_reference
+from tests.spec import device as reference
+from tests.spec import ops as ops_reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import (
     RECORD_ALIGNMENT,

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from vllm_kvretrieval.kernels.reference import write_rows
+from tests.spec.attend import write_rows
 
 
 @dataclass

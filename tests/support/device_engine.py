@@ -41,9 +41,9 @@ def pretend_triton():
 def prepare():
     """Before a process imports vLLM, in its environment's interpreter of Triton."""
     pretend_triton()
-    from vllm_kvretrieval import plugin
+    from vllm_kvretrieval import platforms, plugin
 
-    plugin.PLATFORMS["cpu"] = "tests.support.device_platform.DevicePlatform"
+    platforms.PLATFORMS["cpu"] = "tests.support.device_platform.DevicePlatform"
     plugin.BACKENDS["cpu"] = "tests.support.device_worker"
     from vllm.v1.worker.cpu import shm
 

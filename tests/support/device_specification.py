@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvretrieval.kernels import device_reference as reference
+from tests.spec import device as reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.retrieval.index import pack, unpack
 

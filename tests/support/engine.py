@@ -24,8 +24,8 @@ from vllm.lora.request import LoRARequest
 
 from benchmarks.texts import excerpt
 from tests.support import workers
-from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
 from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.upstream.defaults import all_cores, slow_bfloat16
 
 DTYPE = "float32" if slow_bfloat16() else "auto"
 """In which engines compute unless a test says otherwise: vLLM's kernels are fast in it."""

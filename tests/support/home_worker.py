@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvretrieval.kernels import cpu, reference
+from tests.spec import ops as reference
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.codec.raw import Raw
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from tests.spec import ops as reference
 from tests.support.isas import visited
 from vllm_kvretrieval.kernels import (
     Chooser,
@@ -14,7 +15,6 @@ from vllm_kvretrieval.kernels import (
     Mode,
     Selection,
     cpu,
-    reference,
 )
 from vllm_kvretrieval.retrieval.index import Field, Index, make_index, pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from vllm_kvretrieval.kernels import device_reference as reference
+from tests.spec import device as reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.reference.index import build, keys_of
 from vllm_kvretrieval.kernels.reference.plan import entry_count

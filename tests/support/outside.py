@@ -17,8 +17,7 @@ MEDIAN = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_kvretrieval.retrieval.index import Field, Index
-from vllm_kvretrieval.retrieval.presets import Preset
+from vllm_kvretrieval.extend import Field, Index, Preset, Rule
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,33 @@ class Peak(Index):
         return (record["keys"] @ query.T * scale).amax(1).T
 
 
+@dataclass(frozen=True)
+class Highest(Rule):
+    """The pages that Peak selects if scores are pooled by the highest."""
+
+    name: ClassVar[str] = "highest"
+
+    def select(self, query, record, state):
+        assert len(record["keys"]) >= state.last - 1 > state.first - 1
+        assert (state.query is None) == (state.pages is None) == (not state.memory)
+        if state.pages is not None:
+            assert state.memory.pop("chosen").equal(state.pages)
+        scores = (record["keys"] @ query.T * state.scale).amax((1, 2))
+        best = scores[state.first : state.last].topk(state.count).indices + state.first
+        state.memory["chosen"] = best.sort().values
+        return best
+
+
 TOY = Preset("the median of the keys", index="median")
+RULED = Preset("pages with the highest q.k", index="highest")
 '''
 POINTS = {
-    "indexes": {"median": "toy_index:Median", "peak": "toy_index:Peak"},
-    "presets": {"toy": "toy_index:TOY"},
+    "indexes": {
+        "median": "toy_index:Median",
+        "peak": "toy_index:Peak",
+        "highest": "toy_index:Highest",
+    },
+    "presets": {"toy": "toy_index:TOY", "ruled": "toy_index:RULED"},
 }
 
 

@@ -5,8 +5,9 @@ import tempfile
 
 import torch
 
+from tests.spec import ops as reference
 from tests.support.kernel_checks import make_rows
-from vllm_kvretrieval.kernels import cpu, reference
+from vllm_kvretrieval.kernels import cpu
 
 PAGES, HEADS, PAGE, HEAD_SIZE = 60, 2, 32, 16
 UNITS = PAGES * HEADS

@@ -21,7 +21,7 @@ import pytest
 from tests.support import forked_server
 from tests.support.engine import DTYPE, Answer, checkpoint
 from vllm_kvretrieval.doctor.server import Client, samples
-from vllm_kvretrieval.engine.cpu.advice import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 MODEL = "SmolLM2-135M-Instruct"
 BUDGET = 256

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from vllm_kvretrieval.kernels import slots_reference as reference
+from tests.spec import slots as reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from vllm import LLM
 
 from tests.support.engine import DTYPE, Request, drive, engine, prompt
-from vllm_kvretrieval.engine.cpu.advice import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores
 
 BLOCK = 128
 LENGTH, GENERATED = 6 * BLOCK + 20, BLOCK + 20

@@ -7,7 +7,7 @@ is tested on the GPU alone.
 
 import torch
 
-from vllm_kvretrieval.kernels import slots_reference as reference
+from tests.spec import slots as reference
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 

@@ -1,4 +1,4 @@
-"""Links within README and docs lead somewhere."""
+"""Links within README, docs and the journal lead somewhere."""
 
 import re
 

@@ -17,7 +17,7 @@ from benchmarks.common import ROOT
 from tests.support.engine import checkpoint
 from tests.support.local_http import listening, name_dead_proxy
 from tests.support.model_configs import QWEN_3_5
-from vllm_kvretrieval import plugin
+from vllm_kvretrieval import compat, plugin
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import caches, home, software
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error, failed
@@ -118,10 +118,8 @@ def test_another_version(monkeypatch):
 
 
 def test_another_triton_on_a_gpu(monkeypatch):
-    from vllm_kvretrieval import plugin
-
-    monkeypatch.delenv(plugin.ALLOW_UNTESTED, raising=False)
-    monkeypatch.setattr(plugin, "vllm_platform", lambda: plugin.VllmPlatform("cuda", ""))
+    monkeypatch.delenv(compat.ALLOW_UNTESTED, raising=False)
+    monkeypatch.setattr(compat, "vllm_platform", lambda: compat.VllmPlatform("cuda", ""))
     monkeypatch.setattr("triton.__version__", "3.1.0")
     *_, found = software.check_vllm()
     assert found.severity is Severity.ERROR
@@ -299,7 +297,7 @@ def test_folders_that_cannot_be_written(capsys, monkeypatch):
     monkeypatch.setattr("vllm_kvretrieval.doctor.options.read_options", fail)
     main(["doctor", "--serve", "MODEL"])
     assert "torchinductor_uid_7/x cannot be written" in capsys.readouterr().out
-    monkeypatch.setattr("vllm_kvretrieval.plugin.version_refusal", fail)
+    monkeypatch.setattr("vllm_kvretrieval.compat.version_refusal", fail)
     *_, found = software.check_vllm()
     assert "Permission denied" in found.text
     assert found.remedy.startswith("set TORCHINDUCTOR_CACHE_DIR to a folder")
@@ -374,7 +372,7 @@ def test_a_vllm_that_does_not_load(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main(["--help"])
     assert "vLLM cannot be imported here (libcudart.so.13" in capsys.readouterr().out
-    monkeypatch.setattr("vllm_kvretrieval.plugin.version_refusal", fail)
+    monkeypatch.setattr("vllm_kvretrieval.compat.version_refusal", fail)
     *_, found = software.check_vllm()
     assert found.severity is Severity.ERROR
     assert "install vLLM anew" in found.remedy

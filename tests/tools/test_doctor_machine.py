@@ -16,7 +16,7 @@ from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import machine, software
 from vllm_kvretrieval.doctor.findings import Severity
 from vllm_kvretrieval.doctor.options import home_of, read_options
-from vllm_kvretrieval.engine.cpu import advice as cpu_advice
+from vllm_kvretrieval.upstream import defaults
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -24,7 +24,7 @@ MODEL = "SmolLM2-135M-Instruct"
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setattr(cpu_advice, "cores_of", lambda process: [0, 1])
+    monkeypatch.setattr(defaults, "cores_of", lambda process: [0, 1])
 
 
 def parallel(workers):
@@ -115,7 +115,7 @@ def test_the_size_of_the_cache_may_come_from_the_environment(monkeypatch):
 )
 def test_the_elements_of_a_model(monkeypatch, slow, own, severity):
     """Where our kernel attends, prompts are multiplied in float32 in any case."""
-    monkeypatch.setattr(cpu_advice, "slow_bfloat16", lambda: slow)
+    monkeypatch.setattr(defaults, "slow_bfloat16", lambda: slow)
     monkeypatch.setattr(support, "choose_attention", lambda *_: support.Choice(own, ""))
     assert software.check_element().severity is severity
 

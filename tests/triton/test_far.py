@@ -8,10 +8,11 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from tests.spec import device as device_reference
+from tests.spec import slots as slots_reference
 from tests.support.side_work import AtOnce, Delayed, Interleaved
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.kernels import device_reference, slots_reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection

@@ -19,6 +19,7 @@ def main() -> None:
     from vllm_kvretrieval import __version__, _cpu
 
     assert package.version == __version__
+    assert Path(_cpu.__file__ or "").with_name("_cpu.pyi").exists(), "the types are missing"
     doctor = Path(sys.executable).with_name("vllm-kvretrieval")
     done = subprocess.run([doctor, "doctor"], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

@@ -42,6 +42,11 @@ def advice(name: str, text: str, remedy: str) -> Finding:
     return Finding(name, text, Severity.ADVICE, remedy)
 
 
+def judged(name: str, text: str, remedy: str) -> Finding:
+    """A finding that is advice if there is a remedy."""
+    return advice(name, text, remedy) if remedy else Finding(name, text)
+
+
 def error(name: str, text: str, remedy: str) -> Finding:
     """A finding that serving does not work."""
     return Finding(name, text, Severity.ERROR, remedy)

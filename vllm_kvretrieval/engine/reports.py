@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_kvretrieval import __version__
+from vllm_kvretrieval import __version__, compat
 from vllm_kvretrieval.engine.metrics import (
     FREE,
     OF_FRONT_END,
@@ -27,7 +27,6 @@ from vllm_kvretrieval.engine.metrics import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.plugin import version_refusal
 from vllm_kvretrieval.tiers.place import directory_for, free_space
 
 logger = init_logger("vllm.kvretrieval.metrics")
@@ -123,7 +122,7 @@ class RetrievalStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        off = version_refusal() is not None
+        off = compat.version_refusal() is not None
         self._config = None if off else RetrievalConfig.from_vllm(vllm_config)
         self._vllm_config, self._engines = vllm_config, engine_indexes
         self._metrics: RetrievalMetrics | None = None

@@ -1,10 +1,9 @@
 """The ops of retrieval: one signature each, several implementations.
 
-``reference`` (plain torch) is the specification, ``cpu`` binds the compiled CPU kernels. Every
-implementation offers the functions of :class:`Ops`. The ops of a cache in two tiers are apart:
-:class:`~vllm_kvretrieval.kernels.slots.SlotOps` in ``slots``, their specification in
-``slots_reference``, the kernels in ``triton``; and so is :class:`TokenRecall`, in ``tokens`` and
-``tokens_reference``.
+``cpu`` binds the compiled CPU kernels; ``tests/spec/ops.py`` (plain torch) is the specification,
+whose indexes and decode steps are in ``reference``. Both offer the functions of :class:`Ops`. The
+ops of a cache in two tiers are apart: :class:`~vllm_kvretrieval.kernels.slots.SlotOps` in
+``slots``, with kernels in ``triton``; and so is :class:`TokenRecall`, in ``tokens``.
 """
 
 from vllm_kvretrieval.kernels.ops import Ops

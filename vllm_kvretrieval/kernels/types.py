@@ -101,11 +101,13 @@ class Selection:
             selects for the request of a seat, if the context has as many. The table of requests
             writes them when a seat is taken, or when a prompt has been read. None: each head
             selects as many as the row says.
+        memory: What a rule remembers (:class:`RuleState`), by seat and KV head.
     """
 
     query: torch.Tensor
     chosen: torch.Tensor
     counts: torch.Tensor | None = None
+    memory: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def empty(

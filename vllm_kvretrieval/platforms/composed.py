@@ -7,7 +7,8 @@ bring (``ZenCpuPlatform`` with zentorch, NVML or not on GPUs) comes by inheritan
 from vllm.platforms.interface import Platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_kvretrieval import plugin
+from vllm_kvretrieval import compat
+from vllm_kvretrieval.platforms import PLATFORMS, composed_name
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 
 
@@ -18,15 +19,15 @@ def compose(retrieval: type[RetrievalPlatform], base: type[Platform]) -> type[Re
         retrieval: What retrieval adds on the device.
         base: vLLM's platform.
     """
-    name = plugin.composed_name(base.__name__)
+    name = composed_name(base.__name__)
     return type(name, (retrieval, base), {"__module__": __name__, "__doc__": base.__doc__})
 
 
 def __getattr__(name: str) -> type[RetrievalPlatform]:
-    chosen = plugin.vllm_platform()
-    if chosen is None or name != plugin.composed_name(chosen.path.rsplit(".", 1)[1]):
+    chosen = compat.vllm_platform()
+    if chosen is None or name != composed_name(chosen.path.rsplit(".", 1)[1]):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    retrieval = resolve_obj_by_qualname(plugin.PLATFORMS[chosen.device])
+    retrieval = resolve_obj_by_qualname(PLATFORMS[chosen.device])
     made = compose(retrieval, resolve_obj_by_qualname(chosen.path))
     globals()[name] = made
     return made

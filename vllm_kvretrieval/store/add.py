@@ -161,7 +161,7 @@ def _engine(served: argparse.Namespace) -> "LLM":
     from vllm import LLM, EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_kvretrieval.engine.cpu.advice import all_cores
+    from vllm_kvretrieval.upstream.defaults import all_cores
 
     parsed = EngineArgs.from_cli_args(served)
     if parsed.attention_backend is None and parsed.attention_config.backend is None:

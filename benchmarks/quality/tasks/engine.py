@@ -24,7 +24,7 @@ from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
 from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 from benchmarks.quality.tasks.variant import OWN
-from vllm_kvretrieval.engine.cpu.advice import all_cores, slow_bfloat16
+from vllm_kvretrieval.upstream.defaults import all_cores, slow_bfloat16
 
 BATCH = 8
 """Requests decoded together."""

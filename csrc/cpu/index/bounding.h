@@ -13,7 +13,7 @@ namespace kvr {
 namespace KVR_ISA {
 
 template <class E>
-struct Bounding {
+struct Bounding : IndexOf<E> {
   static void score(const ScoreTask<E>& t) {
     const int d = t.index.head_size;
     score_linear<E, 1>(t, {t.query, t.heads * t.group * d, Identity{}});

@@ -41,7 +41,7 @@ inline void exact_score(const Index& index, int64_t entry, int head, const float
 }
 
 template <class E>
-struct Exact {
+struct Exact : IndexOf<E> {
   static void score(const ScoreTask<E>& t) {
     score_entries(t, [&](int64_t entry, int head, const float* queries, float* out, int j) {
       exact_score<E>(t.index, entry, head, queries, t.group, out + j, t.stride);

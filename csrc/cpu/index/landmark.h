@@ -20,7 +20,7 @@ inline float least_cosine(const Index& index, const uint8_t* record) {
 }
 
 template <class E>
-struct Landmark {
+struct Landmark : IndexOf<E> {
   static void score(const ScoreTask<E>& t) { Mean<E>::score(t); }
 
   static void build(const BuildTask<E>& t) {

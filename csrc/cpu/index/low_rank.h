@@ -11,7 +11,8 @@ namespace kvr {
 namespace KVR_ISA {
 
 template <class E>
-struct LowRank {
+struct LowRank : IndexOf<E> {
+  static constexpr const char* kParameters = "rank";
   static void score(const ScoreTask<E>& t) {
     const LowRankScorer scorer(t);
     by_blocks(t, t.index.scored_bytes(), [&](int head, int first, int last, float*) {

@@ -14,7 +14,7 @@ class LowRankBuilder {
  public:
   // keys [head_size, entry_tokens]
   void build(const Index& index, const float* keys, uint8_t* record) {
-    const int d = index.head_size, n = index.entry_tokens, rank = index.rank, width = padded(n);
+    const int d = index.head_size, n = index.entry_tokens, rank = rank_of(index), width = padded(n);
     const LowRankFields f(index);
     buffer_.resize(d + d * width + d * kMostRank + (kMostRank + 1) * width);
     float* mean = buffer_.data();

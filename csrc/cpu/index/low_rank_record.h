@@ -21,12 +21,14 @@ constexpr float kLeastScale = 1e-8f;  // of what is rounded
 constexpr float kLeastMeanSteps = 64;  // the keys' largest part beside their mean, in its scale
 constexpr int kScaleBias = 115 << 23, kScaleShift = 19;  // byte 0 is 2^-12, 16 steps per octave
 
+inline int rank_of(const Index& index) { return static_cast<int>(index.parameters[0]); }
+
 // Where a record has its fields.
 struct LowRankFields {
   int rank, pairs, mean, directions, coefficients;
   static constexpr int kScales = 2;
   explicit LowRankFields(const Index& index)
-      : rank(index.rank), pairs((rank + 1) / 2), mean(kScales + rank),
+      : rank(rank_of(index)), pairs((rank + 1) / 2), mean(kScales + rank),
         directions(mean + index.head_size), coefficients(directions + rank * index.head_size / 2) {}
 };
 

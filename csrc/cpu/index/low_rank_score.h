@@ -56,7 +56,7 @@ class LowRankScorer {
   template <class E>
   explicit LowRankScorer(const ScoreTask<E>& t)
       : index_(t.index), records_(t.records), fields_(t.index),
-        queries_(float_queries(t, 1), t.heads * t.group, t.index.rank, t.index.head_size, t.scale),
+        queries_(float_queries(t, 1), t.heads * t.group, rank_of(t.index), t.index.head_size, t.scale),
         first_head_(t.first_head), group_(t.group), begin_(t.begin), count_(t.end - t.begin),
         stride_(padded(count_ + kBlock)), spans_(t.index.spans()) {
     thread_local std::vector<float> buffer;

@@ -29,7 +29,7 @@ inline float mean_of(const float* row, int n) {
 }
 
 template <class E>
-struct Mean {
+struct Mean : IndexOf<E> {
   static void score(const ScoreTask<E>& t) {
     score_linear<E, 1>(t, {t.query, t.heads * t.group * t.index.head_size, Identity{}});
   }

@@ -11,7 +11,8 @@ namespace kvr {
 namespace KVR_ISA {
 
 template <class E>
-struct MeanStd {
+struct MeanStd : IndexOf<E> {
+  static constexpr const char* kParameters = "spread";
   static void score(const ScoreTask<E>& t) {
     score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{}});
   }
@@ -22,7 +23,7 @@ struct MeanStd {
       const float mean = mean_of(row, n);
       float total = 0;
       for (int i = 0; i < n; ++i) total += (row[i] - mean) * (row[i] - mean);
-      return t.index.spread * __builtin_sqrtf(total / n);
+      return t.index.parameters[0] * __builtin_sqrtf(total / n);
     });
   }
 

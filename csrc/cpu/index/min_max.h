@@ -1,8 +1,8 @@
 // Channel-wise minimum and maximum of the keys (FreeKV, section 3.2; Quest): the score is an upper
 // bound of q.k for every key that the record covers: relu(q).max + min(q, 0).min.
 //
-// Record: minimum [head_size], maximum [head_size]. It grows with every key (build.cpp), so an
-// unfinished entry has a record, too.
+// Record: minimum [head_size], maximum [head_size]. It grows with every key, so an unfinished
+// entry has a record, too. build.cpp makes it, which needs no float keys.
 #pragma once
 
 #include "index/linear.h"
@@ -11,11 +11,10 @@ namespace kvr {
 namespace KVR_ISA {
 
 template <class E>
-struct MinMax {
+struct MinMax : IndexOf<E> {
   static void score(const ScoreTask<E>& t) {
     score_linear<E, 2>(t, {t.query, t.heads * t.group * t.index.head_size, Split{}});
   }
-  static void build(const BuildTask<E>&) {}  // build.cpp needs no float keys
 
  private:
   struct Split {

@@ -68,7 +68,7 @@ struct OneBitStart {
 };
 
 template <class E>
-struct OneBit {
+struct OneBit : IndexOf<E> {
   static void score(const ScoreTask<E>& t) {
     const int n = t.index.entry_tokens;
     const int64_t stride = kBlock * padded(n);

@@ -19,7 +19,7 @@ namespace KVR_ISA {
 constexpr int kRepresentatives = 4;
 
 template <class E>
-struct Representative {
+struct Representative : IndexOf<E> {
   static void score(const ScoreTask<E>& t) { Mean<E>::score(t); }
 
   static void build(const BuildTask<E>& t) {

@@ -1,4 +1,4 @@
-// The indexes by their kind.
+// The indexes that have kernels; a kind is the place in their list.
 #pragma once
 
 #include "index/bounding.h"
@@ -14,37 +14,36 @@
 namespace kvr {
 namespace KVR_ISA {
 
-template <class E>
-using ScoreFn = void (*)(const ScoreTask<E>&);
-template <class E>
-using BuildFn = void (*)(const BuildTask<E>&);
+// One line per index: its name in Python, and its struct.
+#define KVR_INDEXES(X)               \
+  X(min_max, MinMax)                 \
+  X(mean, Mean)                      \
+  X(mean_std, MeanStd)               \
+  X(bounding, Bounding)              \
+  X(representative, Representative)  \
+  X(one_bit, OneBit)                 \
+  X(low_rank, LowRank)               \
+  X(landmark, Landmark)              \
+  X(exact, Exact)
 
-template <class E>
-inline ScoreFn<E> score_fn_of(IndexKind kind) {
-  static constexpr ScoreFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {
-      MinMax<E>::score, Mean<E>::score, MeanStd<E>::score, Bounding<E>::score,
-      Representative<E>::score, OneBit<E>::score, LowRank<E>::score, Landmark<E>::score,
-      Exact<E>::score, nullptr};
-  return kFns[static_cast<int>(kind)];
-}
+#define KVR_NAMES(name, Struct) {#name, Struct<Float32>::kParameters},
+constexpr IndexNames kIndexNames[] = {KVR_INDEXES(KVR_NAMES){nullptr, nullptr}};
+#undef KVR_NAMES
 
-// Null if an index scores entries only.
+// Null: an index does not score tokens, or its records are not built of float keys.
 template <class E>
-inline ScoreFn<E> token_score_fn_of(IndexKind kind) {
-  switch (kind) {
-    case IndexKind::kOneBit: return OneBit<E>::score_tokens;
-    case IndexKind::kExact: return Exact<E>::score_tokens;
-    default: return nullptr;
-  }
-}
+struct IndexFunctions {
+  ScoreFn<E> score = nullptr, score_tokens = nullptr;
+  BuildFn<E> build = nullptr;
+};
 
+// The functions of an index of this kind; of others none.
 template <class E>
-inline BuildFn<E> build_fn_of(IndexKind kind) {
-  static constexpr BuildFn<E> kFns[static_cast<int>(IndexKind::kCount)] = {
-      MinMax<E>::build, Mean<E>::build, MeanStd<E>::build, Bounding<E>::build,
-      Representative<E>::build, OneBit<E>::build, LowRank<E>::build, Landmark<E>::build,
-      nullptr, nullptr};
-  return kFns[static_cast<int>(kind)];
+inline IndexFunctions<E> functions_of(int32_t kind) {
+#define KVR_FUNCTIONS(name, Struct) {Struct<E>::score, Struct<E>::score_tokens, Struct<E>::build},
+  static constexpr IndexFunctions<E> kFunctions[] = {KVR_INDEXES(KVR_FUNCTIONS)};
+#undef KVR_FUNCTIONS
+  return kind < 0 ? IndexFunctions<E>{} : kFunctions[kind];
 }
 
 }  // namespace KVR_ISA

@@ -3,8 +3,9 @@
 //   static void score(const ScoreTask<E>&);         a stretch of a context, for some KV heads
 //   static void score_tokens(const ScoreTask<E>&);  the same token by token, where an index can
 //   static void build(const BuildTask<E>&);         one record, of the keys of its tokens
+//   static constexpr const char* kParameters        names of its numbers, with spaces between them
 //
-// for elements E of the KV cache.
+// for elements E of the KV cache. It derives from IndexOf<E>, which has what the struct leaves out.
 #pragma once
 
 #include <algorithm>
@@ -60,6 +61,18 @@ struct BuildTask {
   const Index& index;
   const float* keys;   // [head_size, entry_tokens]
   uint8_t* record;
+};
+
+template <class E>
+using ScoreFn = void (*)(const ScoreTask<E>&);
+template <class E>
+using BuildFn = void (*)(const BuildTask<E>&);
+
+template <class E>
+struct IndexOf {
+  static constexpr const char* kParameters = "";
+  static constexpr ScoreFn<E> score_tokens = nullptr;
+  static constexpr BuildFn<E> build = nullptr;
 };
 
 // Calls score(head, first, last, output of the head) for blocks of entries, and for all heads of a

@@ -1,19 +1,16 @@
 """Refusals of a worker once it knows its layers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, PARTIAL_MODELS, SINKS, UNKNOWN_KEYS
 
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
-    from vllm_kvretrieval.engine.cpu.worker import Group
 
-
-def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
+def check_layers(worker: PlanningWorker, retrieving: set[str]) -> None:
     """Refuse methods that need all layers with full attention, where some are left as they are.
 
     Args:
@@ -26,21 +23,20 @@ def check_layers(worker: "PlanningWorker", retrieving: set[str]) -> None:
 
 
 def check_logits(
-    worker: "PlanningWorker", groups: Sequence["Group"], layers: dict[str, Any]
+    worker: PlanningWorker, impls: Sequence[RetrievalAttentionImpl], isas: set[str]
 ) -> tuple[bool, bool]:
     """Refuse what goes by other logits than those of the model, with soft-capping or sinks.
 
     Args:
         worker: The worker.
-        groups: The worker's groups of layers.
-        layers: All layers by name.
+        impls: Its layers that attend to parts of long contexts.
+        isas: Variants of vLLM's attention that lay out the keys.
 
     Returns:
-        Whether any of the layers caps logits, so that indexes misjudge shares of the attention; and
+        Whether any of them caps logits, so that indexes misjudge shares of the attention; and
         whether any has sinks, which vLLM's kernel cannot give to a KV head alone.
     """
     config = worker.retrieval_config
-    impls = [layers[name].impl for group in groups for name in group.names]
     capped = any(impl.logits_soft_cap for impl in impls)
     sinks = any(impl.sinks is not None for impl in impls)
     model = worker.model_config.model
@@ -49,7 +45,7 @@ def check_logits(
         CAPPED_LOGITS.check(methods, where=f" of {model}")
     if sinks:
         SINKS.check(methods, where=f" of {model}")
-    others = {group.builder.isa for group in groups} - cpu.LAYOUTS.keys()
+    others = isas - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(
             f"{config.method} does not support the learned attention sinks of {model}, whose "
@@ -59,7 +55,7 @@ def check_logits(
     return capped, sinks
 
 
-def check_reading(worker: "PlanningWorker", isas: set[str], foreign: bool) -> None:
+def check_reading(worker: PlanningWorker, isas: set[str], foreign: bool) -> None:
     """Refuse what reads keys in the cache where that cannot be done.
 
     Args:

@@ -1,24 +1,26 @@
 """The log of a worker at start-up."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from vllm.utils.mem_utils import format_gib
 
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
-from vllm_kvretrieval.engine.cpu.advice import startup_advice
+from vllm_kvretrieval.engine.cpu.memory import PlanningWorker
 from vllm_kvretrieval.engine.report import log_method, logger
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.tiers.place import directory_for
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
+from vllm_kvretrieval.upstream.defaults import startup_advice
 
 
-def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
+def log_start(
+    worker: PlanningWorker, retrieving: Sequence[RetrievalAttentionImpl], num_layers: int
+) -> None:
     """Log options and sizes once the worker has its KV cache.
 
     Args:
-        worker: The worker that starts.
+        worker: The worker, whose sizes are planned.
+        retrieving: Layers of its model that attend to parts of long contexts.
         num_layers: Layers of its model with attention.
     """
     config = worker.retrieval_config
@@ -32,9 +34,9 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         logger.warning(advice)
     log_method(
         config,
-        len(worker.retrieval_layers),
+        len(retrieving),
         num_layers,
-        [store for impl in worker.retrieval_layers.values() for store in impl.indexes],
+        [store for impl in retrieving for store in impl.indexes],
         cpu.isa(),
         _described_shares(worker),
     )
@@ -102,7 +104,7 @@ def log_start(worker: "RetrievalCPUWorker", num_layers: int) -> None:
         )
 
 
-def _described_shares(worker: "RetrievalCPUWorker") -> str:
+def _described_shares(worker: PlanningWorker) -> str:
     """How far KV heads differ in what they select, by the engine's own method."""
     method = worker.retrieval_config.method
     if (fixed := worker.fixed_counts.get(method)) is not None:

@@ -21,8 +21,6 @@ from vllm_kvretrieval.attention.cpu.support import ATTENDED
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
-from vllm_kvretrieval.engine.cpu.compiled import load_compiled
-from vllm_kvretrieval.engine.cpu.model import mend_model
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.report import log_start
 from vllm_kvretrieval.engine.cpu.storing import StoringWorker
@@ -48,6 +46,8 @@ from vllm_kvretrieval.tiers.encoded import EncodedHome
 from vllm_kvretrieval.tiers.home import DiskHome
 from vllm_kvretrieval.tiers.huge_pages import use_huge_pages
 from vllm_kvretrieval.tiers.place import directory_for
+from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.mending import mend_model
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -147,12 +147,14 @@ class RetrievalCPUWorker(StoringWorker):
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
         groups = self._groups(layers)
-        capped, sinks = check_logits(self, groups, layers)
+        isas = {group.builder.isa for group in groups}
+        impls = [layers[name].impl for group in groups for name in group.names]
+        capped, sinks = check_logits(self, impls, isas)
         foreign = has_foreign_connector(self.vllm_config)
-        check_reading(self, {group.builder.isa for group in groups}, foreign)
-        heads = sum(layers[name].impl.num_kv_heads for group in groups for name in group.names)
+        check_reading(self, isas, foreign)
+        heads = sum(impl.num_kv_heads for impl in impls)
         full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
-        dense_share = 1 - sum(len(group.names) for group in groups) / full if full else 0.0
+        dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(self, {name for group in groups for name in group.names})
@@ -168,8 +170,7 @@ class RetrievalCPUWorker(StoringWorker):
             self.fixed_counts,
         )
         self.requests.prompt_reads = self.prompt_reads
-        known_keys = {group.builder.isa for group in groups} <= cpu.LAYOUTS.keys()
-        lacks = {} if known_keys else UNKNOWN_KEYS.lacks
+        lacks = {} if isas <= cpu.LAYOUTS.keys() else UNKNOWN_KEYS.lacks
         lacks = {**lacks, **(CAPPED_LOGITS.lacks if capped else {})}
         self.requests.plain = [known for known in SEAT_FIELDS if known.need in lacks]
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
@@ -195,7 +196,7 @@ class RetrievalCPUWorker(StoringWorker):
         if self._connected:
             store = self.stored and self.stored.name
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
-        log_start(self, len(layers))
+        log_start(self, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self, layers: dict[str, Any]) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""

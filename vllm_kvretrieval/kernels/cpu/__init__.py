@@ -19,8 +19,7 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     stage_tokens,
     write_rows,
 )
-from vllm_kvretrieval.kernels.cpu.binding import CODINGS, KINDS, LAYOUTS, ROWS
-from vllm_kvretrieval.kernels.cpu.linear import multiply
+from vllm_kvretrieval.kernels.cpu.binding import CODINGS, INDEXES, LAYOUTS, ROWS
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
@@ -44,7 +43,7 @@ from vllm_kvretrieval.kernels.cpu.recall import (
 
 __all__ = [
     "CODINGS",
-    "KINDS",
+    "INDEXES",
     "LAYOUTS",
     "ROWS",
     "MappingGuard",
@@ -59,7 +58,6 @@ __all__ = [
     "isa",
     "isas",
     "list_context",
-    "multiply",
     "plan_decode",
     "read_keys",
     "scratch_bytes",

@@ -6,14 +6,14 @@ from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords
 from vllm_kvretrieval.retrieval.index.base import mean_bytes
-from vllm_kvretrieval.retrieval.index.low_rank import LowRank
-from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
-from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.keeping import RATINGS
+from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 INT64 = torch.int64
-KINDS = _cpu.INDEX_KINDS
-"""Indexes with kernels (IndexKind in csrc/cpu/kernels.h); others serve by their own methods."""
+INDEXES: dict[str, tuple[int, list[str]]] = _cpu.INDEXES
+"""Indexes with kernels (KVR_INDEXES in csrc/cpu/index/table.h): their kinds, and the names of their
+parameters. Others serve by their own methods."""
 ROWS = "rows"
 """The layout of a cache of rows, each token's key before its value."""
 LAYOUTS = _cpu.LAYOUTS
@@ -27,6 +27,8 @@ csrc/cpu/build.cpp)."""
 MOST_SPANS = 2
 """Pages of an entry (kMostSpans in csrc/cpu/index/low_rank_score.h)."""
 assert {name.upper(): number for name, number in _cpu.MODES.items()} == Mode.__members__
+assert {name: Pooling[name.upper()] for name in POOLINGS} == _cpu.POOLINGS
+assert _cpu.RATINGS.keys() == set(RATINGS)
 
 
 PER_ROW = {
@@ -129,7 +131,7 @@ def _bind_index(store: IndexRecords) -> "_cpu.Index":
         raise ValueError(f"an index of {index.name} reads the keys in the cache, and has none")
     width = 0 if index is None else index.record_bytes(size, store.entry_tokens, store.dtype)
     if store.means:
-        if cache is None or index is None or index.name not in KINDS:
+        if cache is None or index is None or index.name not in INDEXES:
             raise ValueError("means of values take an index with kernels, and a cache to read")
         width += spans * mean_bytes(size)
     records = (len(store.records), store.kv_heads, width)
@@ -140,16 +142,22 @@ def _bind_index(store: IndexRecords) -> "_cpu.Index":
         )
     if not store.records.is_contiguous():
         raise ValueError(f"records must be contiguous, their strides are {store.records.stride()}")
+    kind, parameters = _cpu.NO_INDEX, list[float]()
+    if index is not None:
+        kind, names = INDEXES.get(index.name, (_cpu.OUTSIDE, []))
+        numbers = index.parameters(size, store.entry_tokens)
+        parameters = [numbers[name] for name in names]
     return _cpu.Index(
-        kind=_cpu.NO_INDEX if index is None else KINDS.get(index.name, _cpu.OUTSIDE),
+        kind=kind,
         dtype=DTYPES[store.dtype],
         torch_dtype=store.dtype,
         kv_heads=store.kv_heads,
         head_size=size,
         page_size=store.page_size,
         entry_tokens=store.entry_tokens,
-        rank=index.directions(size, store.entry_tokens) if isinstance(index, LowRank) else 0,
-        spread=index.spread if isinstance(index, MeanStd) else 0.0,
+        parameters=parameters,
+        grows=index is not None and index.name in INDEXES and index.grows,
+        per_token=index is not None and index.per_token,
         records=store.records.data_ptr(),
         entries=len(store.records),
         record_bytes=width,

@@ -5,7 +5,7 @@ import torch
 
 from vllm_kvretrieval import _cpu
 from vllm_kvretrieval.kernels.cpu.binding import (
-    KINDS,
+    INDEXES,
     MOST_TOKENS,
     check,
     chooser_handle,
@@ -17,6 +17,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     vectors,
 )
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
+from vllm_kvretrieval.kernels.rules import choose_pages
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
@@ -25,7 +26,8 @@ from vllm_kvretrieval.kernels.types import (
     Merge,
 )
 from vllm_kvretrieval.retrieval.index import Index, pack, unpack
-from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
+from vllm_kvretrieval.retrieval.index.rule import Rule
+from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 
 
 def isa() -> str:
@@ -67,7 +69,7 @@ def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexReco
         *tokens(slot_mapping),
         store_handle(store),
     )
-    if store.index is not None and store.index.name not in KINDS:
+    if store.index is not None and store.index.name not in INDEXES:
         slots = slot_mapping[slot_mapping % store.entry_tokens == store.entry_tokens - 1]
         _build(store, slots[slots >= 0] // store.entry_tokens)
 
@@ -85,7 +87,7 @@ def plan_decode(
         rows_handle(rows),
         chooser_handle(chooser),
     )
-    if index is not None and index.name not in KINDS:
+    if index is not None and index.name not in INDEXES:
         _cpu.check_plan(*arguments)
         scores = _scores(index, query, rows, chooser)
     _cpu.plan_decode(
@@ -159,7 +161,7 @@ def index_pages(pages: torch.Tensor, lengths: torch.Tensor, store: IndexRecords)
     if pages.shape != lengths.shape or pages.dim() != 1:
         raise ValueError(f"{tuple(lengths.shape)} lengths for {tuple(pages.shape)} pages")
     _cpu.index_pages(pages.data_ptr(), lengths.data_ptr(), len(pages), store_handle(store))
-    if store.index is not None and store.index.name not in KINDS:
+    if store.index is not None and store.index.name not in INDEXES:
         part = torch.arange(store.parts)
         entries = pages[:, None].long() * store.parts + part
         _build(store, entries[part < lengths[:, None] // store.entry_tokens])
@@ -217,6 +219,10 @@ def _scores(index: Index, query: torch.Tensor, rows: DecodeRows, chooser: Choose
             record = unpack(fields, store.records[entries, head], store.dtype)
             if keys is not None:
                 record["keys"] = keys[:, :, head]
+            if isinstance(index, Rule):  # by any pooling, the pages with these scores are the best
+                chosen = choose_pages(index, grouped[head], record, rows, r, head, chooser)
+                scores[r, head, :, chosen] = 1
+                continue
             score = index.score_tokens if rows.per_token else index.score
             found = score(grouped[head], record, chooser.scale)
             scores[r, head, :, : count * each] = found.flatten(1)
@@ -265,6 +271,6 @@ def drop_tokens(weights: torch.Tensor, rows: DecodeRows, kept: KeptTokens, rule:
         recent=rule.recent,
         recent_share=rule.recent_share,
         page=rule.page,
-        rating=RATINGS.index(rule.rating),
+        rating=_cpu.RATINGS[rule.rating],
         stamped=STAMPED,
     )

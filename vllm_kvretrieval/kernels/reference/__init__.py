@@ -1,19 +1,8 @@
-"""The ops in plain torch: their specification. Slow, and meant to be read."""
+"""Page indexes and decode steps in plain torch: their specification. Slow, and meant to be read.
 
-from vllm_kvretrieval.kernels.reference.attend import (
-    attend,
-    attend_prompt,
-    drop_tokens,
-    stage_pages,
-    stage_tokens,
-    write_rows,
-)
-from vllm_kvretrieval.kernels.reference.context import (
-    context_ratings,
-    context_scores,
-    list_context,
-    select_context,
-)
+``vllm-kvretrieval explain`` selects by it. ``tests/spec`` has the specification of all ops.
+"""
+
 from vllm_kvretrieval.kernels.reference.index import (
     build,
     index_pages,
@@ -29,31 +18,17 @@ from vllm_kvretrieval.kernels.reference.plan import (
     plan_decode,
     score_entries,
 )
-from vllm_kvretrieval.kernels.reference.recall import RecallCache, decode_units, encode_units
 
 __all__ = [
-    "RecallCache",
-    "attend",
-    "attend_prompt",
     "build",
-    "context_ratings",
-    "context_scores",
-    "decode_units",
-    "drop_tokens",
-    "encode_units",
     "entry_count",
     "find_outliers",
     "index_pages",
     "keys_of",
     "keys_of_entries",
-    "list_context",
     "plan_decode",
     "score_entries",
-    "select_context",
-    "stage_pages",
-    "stage_tokens",
     "tokens_of",
     "update_index",
     "values_of_entries",
-    "write_rows",
 ]

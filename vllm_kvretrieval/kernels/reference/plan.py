@@ -6,10 +6,12 @@ import torch
 
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
+from vllm_kvretrieval.kernels.rules import choose_pages
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.rule import Rule
 
 LEAST_SHARE = 1e-5
 """The share of the attention below which there is no remainder."""
@@ -38,10 +40,16 @@ def plan_decode(
             chosen = torch.arange(sink, sink + select)
             everything = sink + select + window == count
             if mode is Mode.SELECT and select > 0:
-                best, enough = select_units(
-                    grouped[head].float(), entries, head, chooser, (sink, count - window),
-                    select, rows.per_token, float(rows.numbers["mass"][r]),
-                )  # fmt: skip
+                if isinstance(store.index, Rule):
+                    record = record_of(store.index, entries, head, store)
+                    asked = grouped[head].float()
+                    best = choose_pages(store.index, asked, record, rows, r, head, chooser)
+                    enough = torch.arange(select)
+                else:
+                    best, enough = select_units(
+                        grouped[head].float(), entries, head, chooser, (sink, count - window),
+                        select, rows.per_token, float(rows.numbers["mass"][r]),
+                    )  # fmt: skip
                 corrected = bool(rows.fresh[r]) or _turned(
                     grouped[head], previous[head], float(rows.numbers["threshold"][r])
                 )
@@ -222,6 +230,18 @@ def reach_mass(
     return order[: short + 1].sort().values
 
 
+def record_of(
+    index: Index, entries: torch.Tensor, head: int, store: IndexRecords
+) -> dict[str, torch.Tensor]:
+    """What an index is given of entries of a KV head, [n, ...] each."""
+    record = {}
+    if index == store.index:
+        record = fields_of(store.records[entries, head], store)
+    if index.reads_keys:
+        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    return record
+
+
 def score_entries(
     index: Index,
     query: torch.Tensor,
@@ -235,11 +255,8 @@ def score_entries(
     Returns:
         float32 [group, n].
     """
-    store, record = chooser.store, {}
-    if index == store.index:
-        record = fields_of(store.records[entries, head], store)
-    if index.reads_keys:
-        record["keys"] = keys_of_entries(entries, store)[:, :, head]
+    store = chooser.store
+    record = record_of(index, entries, head, store)
     if per_token:
         return index.score_tokens(query, record, chooser.scale).flatten(1)
     if store.spans > 1:

@@ -8,6 +8,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.families.numbers import SeatField
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
+from vllm_kvretrieval.retrieval.index.rule import Rule, check_rule
 from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.shares import Shares, make_shares
@@ -102,6 +103,8 @@ class ScoredMethod(Method):
                 f"schedule={schedule!r} selects pages by an index, and {name} has none; add one, "
                 "such as index=min_max."
             )
+        of_preset = {"rerank": preset.rerank, "summary_size": preset.summary_size}
+        check_rule(index, page_size, given if "index" in given else {**of_preset, **given})
         own_entries = preset.summary_size if index == make_index(preset.index) else None
         tokens = _entry_tokens(
             given.get("summary_size", own_entries or page_size), page_size, index
@@ -152,7 +155,7 @@ class ScoredMethod(Method):
     def estimates_shares(self) -> bool:
         """Whether each step's scores are shares of the attention, so that a mass can be reached."""
         pooled = self.pooling is Pooling.MEAN_SOFTMAX and not (self.rerank or self.outliers)
-        return pooled and not self.speculates
+        return pooled and not self.speculates and not isinstance(self.index, Rule)
 
     @property
     def estimates_rest(self) -> bool:

@@ -55,7 +55,7 @@ def indexes() -> dict[str, type[Index]]:
         if not _is_index(index) or getattr(index, "name", None) != name:
             raise RetrievalConfigError(
                 f"entry point {name} of {ENTRY_POINTS} must be a frozen dataclass of this "
-                "name, a subclass of vllm_kvretrieval.retrieval.index.Index that has all its "
+                "name, a subclass of vllm_kvretrieval.extend.Index that has all its "
                 f"methods; got {index!r}."
             )
         if name in known:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -82,6 +82,10 @@ class Index(ABC):
     def check(self, entry_tokens: int) -> str:
         """The reason why entries of this size are impossible; empty if they are possible."""
         return ""
+
+    def parameters(self, head_size: int, entry_tokens: int) -> dict[str, float]:
+        """The numbers of the index for entries of this size, by name, as kernels take them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     @abstractmethod
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:

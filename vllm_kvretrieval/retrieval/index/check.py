@@ -9,6 +9,7 @@ import torch
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.index import OWN, Field, Index, IndexKind, pack, unpack
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.rule import Rule, RuleState
 
 ENTRIES, GROUP, SCALE = 5, 3, 0.125
 CLOSE = 0.02
@@ -39,6 +40,9 @@ def check_index(index: Index, entry_tokens: int, head_size: int, dtype: torch.dt
     query = torch.randn(GROUP, head_size, generator=generator)
     try:
         fields = _fields(index, head_size, entry_tokens)
+        if isinstance(index, Rule):
+            _try_rule(index, _record(index, fields, keys, dtype), query)
+            return
         together = _scores(index, fields, keys, query, dtype)
         alone = torch.cat(
             [_scores(index, fields, entry[None], query, dtype) for entry in keys], dim=1
@@ -78,6 +82,8 @@ def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...
             "tells_outliers is True, and only indexes of this package can tell outliers. Leave it "
             "False"
         )
+    if isinstance(index, Rule) and index.per_token:
+        raise _MisfitError("per_token is True, and a rule chooses pages. Leave it False")
     fields = index.fields(head_size, entry_tokens)
     for field in fields:
         if not isinstance(field, Field):
@@ -93,14 +99,10 @@ def _fields(index: Index, head_size: int, entry_tokens: int) -> tuple[Field, ...
     return fields
 
 
-def _scores(
-    index: Index,
-    fields: tuple[Field, ...],
-    keys: torch.Tensor,
-    query: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Scores from stored records, float32 [group, n, ...]; of single tokens with ``per_token``."""
+def _record(
+    index: Index, fields: tuple[Field, ...], keys: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What the index is given of stored records."""
     built = index.build(keys)
     for field in fields:
         _check_tensor(f"build's {field.name}", built.get(field.name), (len(keys), *field.shape))
@@ -114,6 +116,18 @@ def _scores(
             raise _MisfitError(f"build's {field.name} does not fit in {field.dtype}")
     if index.reads_keys:
         record["keys"] = keys
+    return record
+
+
+def _scores(
+    index: Index,
+    fields: tuple[Field, ...],
+    keys: torch.Tensor,
+    query: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Scores from stored records, float32 [group, n, ...]; of single tokens with ``per_token``."""
+    record = _record(index, fields, keys, dtype)
     scores = index.score(query, record, SCALE)
     _check_scores("score", scores, (len(query), len(keys)))
     if not index.per_token:
@@ -121,6 +135,17 @@ def _scores(
     of_tokens = index.score_tokens(query, record, SCALE)
     _check_scores("score_tokens", of_tokens, (len(query), *keys.shape[:2]))
     return torch.cat([scores[..., None], of_tokens], -1).float()
+
+
+def _try_rule(rule: Rule, record: dict[str, torch.Tensor], query: torch.Tensor) -> None:
+    """Two steps in which a rule chooses pages; one is the sink, one the window."""
+    state = RuleState(1, ENTRIES - 1, 2, SCALE, None, None, {})
+    for _ in range(2):
+        try:
+            state.pages = rule.choose(query, record, state)
+        except ValueError as error:
+            raise _MisfitError(str(error)) from error
+        state.query = query
 
 
 def _check_scores(what: str, scores: Any, shape: tuple[int, ...]) -> None:

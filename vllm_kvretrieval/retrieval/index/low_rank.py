@@ -63,6 +63,10 @@ class LowRank(Index):
         by_size = (6 if small else 4) if entry_tokens <= 16 else (12 if small else 10)
         return self.rank or by_size
 
+    def parameters(self, head_size: int, entry_tokens: int) -> dict[str, float]:
+        """See :meth:`Index.parameters`."""
+        return {"rank": self.directions(head_size, entry_tokens)}
+
     def fields(self, head_size: int, entry_tokens: int) -> tuple[Field, ...]:
         """See :meth:`Index.fields`."""
         rank = self.directions(head_size, entry_tokens)

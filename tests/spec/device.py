@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvretrieval.kernels import reference
+from tests.spec import ops as reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords

@@ -22,7 +22,7 @@ from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallab
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from vllm_kvretrieval import __version__
-from vllm_kvretrieval.engine.cpu import linear, model, rotary
+from vllm_kvretrieval.upstream import linear, mending, rotary
 
 CPUINFO = Path("/proc/cpuinfo")
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
@@ -66,7 +66,7 @@ def _compiled_for(vllm_config: Any, network: nn.Module) -> str:
         str(pick_vec_isa()),
         *(os.environ.get(name, "") for name in VARIABLES),
         str(vllm_config.model_config.supports_multimodal_inputs),
-        *(inspect.getsource(module) for module in (linear, model, rotary)),
+        *(inspect.getsource(module) for module in (linear, mending, rotary)),
         *_products(network),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()

@@ -3,8 +3,8 @@
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_kvretrieval.engine.cpu.linear import widen_linear_layers
-from vllm_kvretrieval.engine.cpu.rotary import flatten_heads
+from vllm_kvretrieval.upstream.linear import widen_linear_layers
+from vllm_kvretrieval.upstream.rotary import flatten_heads
 
 logger = init_logger("vllm.kvretrieval.model")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_kvretrieval.kernels.reference.attend import stage_pages
+from tests.spec.attend import stage_pages
 from vllm_kvretrieval.kernels.reference.index import tokens_of
 from vllm_kvretrieval.kernels.reference.plan import selected
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, TokenLists

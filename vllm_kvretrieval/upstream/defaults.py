@@ -4,10 +4,9 @@ import itertools
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-
-from vllm_kvretrieval.doctor.findings import Finding, Severity, advice
 
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 """vLLM's variable that says how many cores it keeps back, for all workers together."""
@@ -16,6 +15,18 @@ FEW_CORES = 4
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 """File that names the logical CPUs of a logical CPU's core; Linux's."""
+
+
+class Judged(NamedTuple):
+    """What a default is here.
+
+    Attributes:
+        text: A clause.
+        remedy: What would be faster; empty where nothing would.
+    """
+
+    text: str
+    remedy: str = ""
 
 
 def slow_bfloat16() -> bool:
@@ -55,12 +66,12 @@ def startup_advice(
     # vLLM binds the worker's own threads; its parent may run on every core.
     cores = cores_of(os.getppid())
     threads = check_threads(cores, workers * torch.get_num_threads(), workers, nixl)
-    found = [check_dtype(dtype, widened), threads]
-    told = [str(finding) for finding in found if finding.severity is Severity.ADVICE]
+    judged = check_dtype(dtype, widened), threads
+    told = [f"{text}; {remedy}" for text, remedy in judged if remedy]
     return f"On this machine: {'; '.join(told)}." if told else None
 
 
-def check_dtype(dtype: torch.dtype, widened: bool) -> Finding:
+def check_dtype(dtype: torch.dtype, widened: bool) -> Judged:
     """Whether the CPU computes quickly with this type of a model's weights.
 
     Args:
@@ -69,18 +80,17 @@ def check_dtype(dtype: torch.dtype, widened: bool) -> Finding:
     """
     name = str(dtype).removeprefix("torch.")
     if dtype not in (torch.bfloat16, torch.float16) or not slow_bfloat16():
-        return Finding("dtype", f"{name} suits this CPU")
+        return Judged(f"{name} suits this CPU")
     if widened:
-        return Finding("dtype", f"{name}; this CPU multiplies prompts in float32 (attention=own)")
-    return advice(
-        "dtype",
+        return Judged(f"{name}; this CPU multiplies prompts in float32 (attention=own)")
+    return Judged(
         f"{name} is slow on a CPU without AVX-512 BF16 and AMX",
         "kv_retrieval.attention=own computes prompts about four times as fast, and so does "
         "--dtype float32 with twice the memory",
     )
 
 
-def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False) -> Finding:
+def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False) -> Judged:
     """Whether vLLM leaves a core idle where there are few, or computes on one that is taken.
 
     Args:
@@ -95,13 +105,13 @@ def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False)
     settings = " ".join(f"{name}={value}" for name, value in _bound(free, workers).items())
     if used > len(free) and nixl and bound != "nobind":
         remedy = f"vLLM moves workers with NIXL to core {cores[-1]}; {settings} leaves it to them"
-        return advice("threads", text, remedy)
+        return Judged(text, remedy)
     if used < len(free) and len(cores) <= FEW_CORES and bound == "auto":
-        return advice("threads", text, f"with {settings} in its environment it takes all")
+        return Judged(text, f"with {settings} in its environment it takes all")
     if len(free) - used == 2 * workers and bound == "auto" and RESERVED not in os.environ:
         remedy = f"with {RESERVED}={workers} in its environment it keeps one core less per worker"
-        return advice("threads", f"{text}, for it keeps back one for a KV connector", remedy)
-    return Finding("threads", text)
+        return Judged(f"{text}, for it keeps back one for a KV connector", remedy)
+    return Judged(text)
 
 
 def cores_of(process: int) -> list[int]:

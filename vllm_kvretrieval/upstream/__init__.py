@@ -1,0 +1,112 @@
+"""What is not KV retrieval: where vLLM computes wrongly or slowly, and what is done about it.
+
+The files here change vLLM's models and its environment, and would serve without retrieval as well.
+:data:`WORKAROUNDS` lists them and what stands elsewhere for vLLM's sake, so that a new release of
+vLLM can be asked which of them it still needs.
+"""
+
+from typing import NamedTuple
+
+from vllm_kvretrieval.compat import TESTED
+
+
+class Workaround(NamedTuple):
+    """Code of ours that a fault or a gap of vLLM needs.
+
+    Attributes:
+        code: The dotted path of it, within this package.
+        why: The fault or gap.
+        until: What vLLM has to do before the code can go.
+        versions: Releases of vLLM that need it.
+        reference: An issue or pull request of vLLM; empty where none is known.
+    """
+
+    code: str
+    why: str
+    until: str
+    versions: tuple[str, ...] = TESTED
+    reference: str = ""
+
+
+WORKAROUNDS = (
+    Workaround(
+        "upstream.rotary.flatten_heads",
+        "The CPU's rotary kernel takes each head of [tokens, heads, size] for a token, and reads "
+        "positions and memory that are not its own (LFM2 with --enforce-eager).",
+        "The kernel takes queries with a dimension of heads, or its caller flattens them.",
+        reference="neighbours: pull requests 14667 and 31643",
+    ),
+    Workaround(
+        "upstream.linear.widen_linear_layers",
+        "On CPUs with AVX2 only oneDNN refuses 16 bits, and vLLM leaves linear layers to PyTorch's "
+        "slow products.",
+        "Products of 16 bits on such CPUs take the time of float32.",
+    ),
+    Workaround(
+        "upstream.compiled.load_compiled",
+        "On CPUs a saved compiled model is not loaded, for torch's functions lack "
+        "finalize_loading; and its key leaves out the CPU and the products of linear layers.",
+        "vLLM loads what inductor has compiled, by a key with both.",
+    ),
+    Workaround(
+        "upstream.defaults.all_cores",
+        "A core is kept back for the front end, half of a machine with two.",
+        "The core is kept back on large machines only.",
+    ),
+    Workaround(
+        "attention.rotations.keep_rotations",
+        "--hf-overrides of rope_parameters replaces the whole field, the base of the rotations "
+        "included.",
+        "Overrides are merged into the field.",
+    ),
+    Workaround(
+        "attention.rotations.check_rotations",
+        "Lengths are served for which no rotations have been made.",
+        "vLLM refuses such a --max-model-len.",
+    ),
+    Workaround(
+        "attention.cpu.nixl.check_exchange",
+        "Without its check at the handshake NIXL packs blocks of ours, which are packed, or takes "
+        "blocks that are not.",
+        "The layout of blocks is compared whatever enforce_handshake_compat says.",
+    ),
+    Workaround(
+        "command_line.check_command_line",
+        "Options of plug-ins are lost or misread in YAML files, and ignored with --config=FILE.",
+        "vLLM reads both as it reads its own options.",
+    ),
+    Workaround(
+        "platforms.http.RequestCheck",
+        "What the engine refuses of a streamed request comes after the status 200, and fields "
+        "that the server does not know are dropped.",
+        "The platform's validate_request is asked before an answer begins.",
+    ),
+    Workaround(
+        "platforms.shared.RetrievalPlatform.validate_request",
+        "All engines of a process share a platform, which is not told which of them asks, so the "
+        "caller's frame is read.",
+        "The hook gets the engine's configuration.",
+    ),
+    Workaround(
+        "engine.reports.CARRIER",
+        "Statistics have no field for counts of a plug-in, so they ride in one of a connector's.",
+        "SchedulerStats takes counts of plug-ins.",
+    ),
+    Workaround(
+        "compat.bound_warm_up",
+        "The V2 runner warms up on CPUs with more requests than a worker may have room for.",
+        "The warm-up keeps to the requests that the runner allows.",
+        versions=("0.33",),
+    ),
+    Workaround(
+        "plugin.NOT_ASKED_FOR",
+        "Every start warns of endpoint plug-ins that nobody has asked for.",
+        "The warning is left to servers that name endpoints.",
+    ),
+    Workaround(
+        "plugin.NOT_MISSED",
+        "Every process on a CPU warns that Triton is missing, which serves GPUs.",
+        "Builds for CPUs do not look for Triton.",
+    ),
+)
+"""Everything that goes once vLLM is mended."""
