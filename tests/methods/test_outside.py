@@ -16,6 +16,7 @@ from tests.support.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.extend import Field, Index, Rule
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families.dropping import DroppingMethod
 from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.index import OWN, IndexKind
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
@@ -61,7 +62,7 @@ def test_the_package_of_the_documentation(tmp_path):
         nearest = RetrievalConfig.from_options("mynearest", {})
         check_outside(nearest.index_kinds, 64, torch.bfloat16)
         pyramid = RetrievalConfig.from_options("pyramid", {}).own
-        assert pyramid.keeping is not None
+        assert isinstance(pyramid, DroppingMethod)
         assert pyramid.keeping.observation == 8
 
 

@@ -18,7 +18,7 @@ def make_method(name: str, preset: str, options: Mapping[str, Any], page_size: i
     Args:
         name: What requests call it.
         preset: The name of the preset, whose values hold where options say nothing.
-        options: As the user wrote them; None counts as not given.
+        options: The options as the user wrote them; None counts as not given.
         page_size: Tokens per page.
 
     Raises:

@@ -66,7 +66,7 @@ class Setting:
         """Refuse methods that need what the setting lacks.
 
         Args:
-            methods: Those of the engine.
+            methods: The engine's methods.
             name: The setting as it is there, such as ``home='disk'``; empty: its own name.
             where: What of the model the setting is; it follows the setting's name.
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -19,6 +19,7 @@ class Preset:
 
     Attributes:
         summary: One line for ``vllm serve --help``.
+        paper: A link to the paper; empty: there is none, or no link to it.
         index: See :func:`vllm_kvretrieval.retrieval.index.make_index`.
         pooling: Name in :class:`vllm_kvretrieval.retrieval.pooling.Pooling`, in lower case.
         schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
@@ -42,6 +43,7 @@ class Preset:
     """
 
     summary: str
+    paper: str = field(default="", kw_only=True)
     index: Any = "none"
     pooling: str = "mean_softmax"
     schedule: str = "every_step"
@@ -64,10 +66,15 @@ class Preset:
 
 
 def _keeps(
-    summary: str, keeping: Keeping, schedule: str = "once", budget_shares: Any = "uniform"
+    summary: str,
+    keeping: Keeping,
+    schedule: str = "once",
+    budget_shares: Any = "uniform",
+    paper: str = "",
 ) -> Preset:
     return Preset(
         summary,
+        paper=paper,
         schedule=schedule,
         unit="token",
         sink_pages=0,
@@ -87,10 +94,14 @@ OWN = {
         finer={"page_size": 16, "summary_size": 32, "remainder": 0.003},
     ),
     "freekv": Preset(
-        "FreeKV: speculative retrieval with correction", index="min_max", schedule="speculative"
+        "FreeKV: speculative retrieval with correction",
+        paper="https://arxiv.org/abs/2505.13109",
+        index="min_max",
+        schedule="speculative",
     ),
     "quest": Preset(
         "Quest: bounds of pages of 16, at every step",
+        paper="https://arxiv.org/abs/2406.10774",
         index="min_max",
         pooling="max",
         page_size=16,
@@ -99,6 +110,7 @@ OWN = {
     "arkvale": Preset("ArkVale: spheres around the keys of a page", index="bounding"),
     "infllm": Preset(
         "InfLLM: representative keys of blocks of 128",
+        paper="https://arxiv.org/abs/2402.04617",
         index="representative",
         pooling="sum",
         page_size=128,
@@ -106,6 +118,7 @@ OWN = {
     ),
     "twilight": Preset(
         "Twilight: as few pages as reach 95 % of the attention, up to the budget",
+        paper="https://arxiv.org/abs/2502.02770",
         index="low_rank",
         mass=0.95,
         sink_pages=1,
@@ -113,6 +126,7 @@ OWN = {
     ),
     "shadowkv": Preset(
         "ShadowKV: landmarks of 8 tokens, and the pages that these tell least of",
+        paper="https://arxiv.org/abs/2410.21465",
         index="landmark",
         pooling="max_softmax",
         outliers=0.158,  # 48 chunks beside 256 that are selected
@@ -124,6 +138,7 @@ OWN = {
     ),
     "fier": Preset(
         "FIER: single tokens by keys of one bit per channel, at every step",
+        paper="https://arxiv.org/abs/2508.08256",
         index="one_bit",
         unit="token",
         sink_pages=1,
@@ -132,12 +147,14 @@ OWN = {
     ),
     "omnikv": Preset(
         "OmniKV: filter layers select tokens for the layers after them",
+        paper="https://proceedings.iclr.cc/paper_files/paper/2025/hash/da1131a86ac3c70e0b7cae89c3d4df22-Abstract-Conference.html",
         schedule="shared_layers",
         unit="token",
         dense_layers=0,
     ),
     "ttkv": Preset(
         "TTKV: recent tokens raw in memory, older ones in 8 and 4 bits on disk, in blocks of 128",
+        paper="https://arxiv.org/abs/2604.19769",
         index="min_max",
         page_size=128,
         sink_pages=1,
@@ -155,29 +172,38 @@ OWN = {
     "snapkv": _keeps(
         "SnapKV: what a prompt's last 32 queries attend to, and these",
         Keeping(observation=32, recent=32, smoothing=7),
+        paper="https://arxiv.org/abs/2404.14469",
     ),
     "h2o": _keeps(
         "H2O: the tokens most attended to so far, and recent ones",
         Keeping(recent_share=0.5),
         "running",
+        paper="https://arxiv.org/abs/2306.14048",
     ),
     "tova": _keeps(
         "TOVA: at each step the least attended token goes",
         Keeping(observation=1, per_layer=True, rating="latest"),
         "running",
+        paper="https://arxiv.org/abs/2401.06104",
     ),
     "raas": _keeps(
         "RaaS: pages of 16 by when they were last attended to",
         Keeping(observation=32, recent=16, rating="stamp", page=16),
         "running",
+        paper="https://arxiv.org/abs/2502.11147",
     ),
     "razor": Preset(
         "RazorAttention: retrieval heads attend to everything, others to sink and window",
+        paper="https://arxiv.org/abs/2407.15891",
         schedule="by_head",
         sink_pages=1,
         dense_layers=0,
     ),
-    "streamingllm": Preset("StreamingLLM: sink and window only, a baseline", schedule="never"),
+    "streamingllm": Preset(
+        "StreamingLLM: sink and window only, a baseline",
+        paper="https://arxiv.org/abs/2309.17453",
+        schedule="never",
+    ),
     "full": Preset(
         "full attention at each step, without index and retrieval: the baseline",
         schedule="whole",
@@ -185,6 +211,7 @@ OWN = {
     ),
     "kivi": Preset(
         "KIVI: full attention over keys and values of 2 bits, but for recent tokens: a baseline",
+        paper="https://arxiv.org/abs/2402.02750",
         schedule="whole",
         window_pages=4,
         dense_layers=0,
@@ -194,6 +221,7 @@ OWN = {
     ),
     "kvquant": Preset(
         "KVQuant: full attention over keys and values of 2 bits, outliers as they are: a baseline",
+        paper="https://arxiv.org/abs/2401.18079",
         schedule="whole",
         dense_layers=0,
         codec="k2v2_sparse",

@@ -29,7 +29,7 @@ def check_logits(
 
     Args:
         worker: The worker.
-        impls: Its layers that attend to parts of long contexts.
+        impls: The worker's layers that attend to parts of long contexts.
         isas: Variants of vLLM's attention that lay out the keys.
 
     Returns:
@@ -85,7 +85,7 @@ def check_keys(config: RetrievalConfig, where: str) -> None:
 
     Args:
         config: Options of the engine.
-        where: Of which model and layout, for the message.
+        where: The model and the layout, for the message.
     """
     UNKNOWN_KEYS.check(config.methods.values(), where=where)
     if config.prefill_queries is not None:

@@ -32,7 +32,7 @@ class Method:
         schedules: The values of the option ``schedule``, with a line for ``vllm serve --help``.
         options: The options of an engine, among those that only some families have, that have an
             effect with the family.
-        of_requests: The same of the options of a request.
+        of_requests: The options of a request that have an effect with the family.
         numbers: Those of them that set a number for the request which its method has, too.
 
         name: What requests call the method.
@@ -167,7 +167,7 @@ class Method:
         the last of them, and the most that a window has.
 
         Args:
-            budgets: Those of the engine.
+            budgets: The engine's budgets.
             raw_window: Whether the window stays as the model made it.
         """
         windows = [budget.window for budget in budgets.largest(self)] if raw_window else []

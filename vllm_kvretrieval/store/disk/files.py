@@ -42,8 +42,8 @@ def keep_private(fd: int, path: Path, top: Path, closed: int = 0o077) -> None:
     The log says once for each directory of stores that rights were taken away.
 
     Args:
-        fd: Its descriptor.
-        path: Its path, for messages.
+        fd: The descriptor of the file or directory.
+        path: The path of the file or directory, for messages.
         top: The directory of all stores.
         closed: Bits of the mode that have to be clear.
 
@@ -330,7 +330,7 @@ def zero(fd: int, offset: int, size: int, slowly: bool = True) -> bool:
     Args:
         fd: Descriptor of the file, open for writing.
         offset: Where the part begins, in bytes.
-        size: Its bytes.
+        size: Bytes of the part.
         slowly: Whether to write zeros where the file system cannot do it at once.
 
     Returns:

@@ -26,7 +26,7 @@ class Forgotten(NamedTuple):
     """What contexts were called that have been dropped.
 
     Attributes:
-        names: Their names, for ever.
+        names: The names that dropped contexts had, which are kept for ever.
         keys: Keys of their last blocks, latest last, but no more than ``MOST_KEYS``.
     """
 

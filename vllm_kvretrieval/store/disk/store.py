@@ -398,7 +398,7 @@ def make_store(
     Args:
         root: The directory of all stores.
         identity: All that the meaning of the bytes depends on; what JSON can hold.
-        geometry: Its sizes.
+        geometry: The store's sizes.
         reserve: Gives a file its size and space: descriptor, bytes, directory for messages.
         share: Which worker the store is of.
     """

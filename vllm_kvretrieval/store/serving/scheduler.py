@@ -100,7 +100,7 @@ class Expiry:
         forward lets them be computed anew.
 
         Args:
-            records: Of the blocks that are stored, by their numbers.
+            records: Records of the stored blocks, by their numbers.
             kept: Blocks that stay, however old.
         """
         if self._seconds is None or time.monotonic() < self._next:

@@ -86,8 +86,8 @@ class BlockWriter:
         """Store a block.
 
         Args:
-            block: Its number; its pages are complete in home.
-            record: Its record, whose sum is missing.
+            block: The block's number; its pages are complete in home.
+            record: The block's record, whose sum is missing.
             side: What it has outside of home, in bytes.
         """
         if self._failures < PATIENCE:

@@ -1,0 +1,104 @@
+"""Tables of the presets: what they are, and where they are served."""
+
+from dataclasses import fields
+from typing import Any
+
+from benchmarks.tables.markdown import Options, Results
+from vllm_kvretrieval.attention.cuda.support import check_preset
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families import Method, family_with
+from vllm_kvretrieval.retrieval.keeping import Keeping
+from vllm_kvretrieval.retrieval.needs import CODEC, GPU, SLOW_HOME, Setting
+from vllm_kvretrieval.retrieval.presets import OWN, Preset
+
+TOLD: dict[str, dict[str, Any]] = {"razor": {"heads": [[1]]}, "omnikv": {"filters": [0]}}
+"""What a method has to be told where no model is known."""
+
+
+def presets(_: Results, options: Options) -> str:
+    """The presets as values of options."""
+    lines = [
+        "| `--attention-backend` | index | pooling | schedule | tokens per page | dense layers | "
+        "sink, window | besides |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, preset in OWN.items():
+        paper = f" ([paper]({preset.paper}))" if preset.paper else ""
+        index = "none" if preset.index == "none" else f"`{preset.index}`"
+        pooling = "" if preset.index == "none" else f"`{preset.pooling}`"
+        family = family_with(preset.schedule)
+        dense = preset.dense_layers if "dense_layers" in family.options else "its filters'"
+        cells = f"`{name}`{paper}", index, pooling, f"`{preset.schedule}`", preset.page_size, dense
+        lines.append(f"| {' | '.join(map(str, cells))} | {_parts(preset)} | {_besides(preset)} |")
+    return "\n".join(lines)
+
+
+def _parts(preset: Preset) -> str:
+    """What is always attended to."""
+    family = family_with(preset.schedule)
+    if family.whole or preset.keeping:
+        return "everything" if family.whole else "by attention"
+    sink = _pages(preset.sink_pages)
+    return f"{sink}, {_pages(preset.window_pages) if family.selects else 'the rest'}"
+
+
+def _pages(pages: int | None) -> str:
+    return "budget / 16" if pages is None else f"{pages} page{'s' * (pages > 1)}"
+
+
+def _besides(preset: Preset) -> str:
+    """Options whose values are not those of most presets."""
+    names = "unit summary_size rerank mass remainder outliers codec home budget_shares".split()
+    usual = Preset("")
+    said = {name: getattr(preset, name) for name in names}
+    told = [f"`{name}={value}`" for name, value in said.items() if value != getattr(usual, name)]
+    if preset.finer:
+        finer = ", ".join(f"`{name}={value}`" for name, value in preset.finer.items())
+        told.append(f"[where small pages are served](#small-pages) {finer}")
+    if preset.keeping:
+        kept = preset.keeping, Keeping()
+        shown = [
+            f"{f.name}={getattr(kept[0], f.name)}"
+            for f in fields(Keeping)
+            if getattr(kept[0], f.name) != getattr(kept[1], f.name)
+        ]
+        told.append(f"keeps by {', '.join(shown)}")
+    if preset.raw_window:
+        told.append("its window raw")
+    return ", ".join(told)
+
+
+def served(_: Results, options: Options) -> str:
+    """Where each preset is served, and why not; from the table of needs."""
+    lines = [
+        "| `--attention-backend` | CPU, `home=device` | CPU, `home=disk` | 8 and 4 bits on disk "
+        "(`codec`) | GPU, `home=device` and `home=host` |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, preset in OWN.items():
+        made = RetrievalConfig.from_options(name, TOLD.get(name, {})).own
+        raw = preset.codec == "raw"
+        memory = "yes" if raw else "no: its pages are encoded"
+        disk = "yes" if not raw else _cell(made, SLOW_HOME)
+        codec = "yes" if not raw else _cell(made, SLOW_HOME, CODEC)
+        lines.append(f"| `{name}` | {memory} | {disk} | {codec} | {_on_gpu(name, made)} |")
+    return "\n".join(lines)
+
+
+def _cell(method: Method, *settings: Setting) -> str:
+    """Whether settings serve a method, or the first need that one of them lacks."""
+    for setting in settings:
+        if lacking := [need for need in setting.lacks if need in method.needs]:
+            return f"no: {lacking[0].value}"
+    return "yes"
+
+
+def _on_gpu(name: str, method: Method) -> str:
+    try:
+        check_preset(name, {})
+    except RetrievalConfigError:
+        if GPU.serves(method):
+            encoded = OWN[name].codec != "raw"
+            return "no: its pages are encoded" if encoded else "no: no kernel for its index"
+    return _cell(method, GPU)
