@@ -45,8 +45,8 @@ def support(version: str) -> Support:
     """What is known of a version of vLLM.
 
     Args:
-        version: As vLLM says it, such as ``0.33.0+cpu``; a build that has none, or one of a clone
-            without tags (``0.1.dev1+g1234``), counts as newer.
+        version: The version that vLLM gives, such as ``0.33.0+cpu``; a build that has none, or one
+            of a clone without tags (``0.1.dev1+g1234``), counts as newer.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or re.match(r"0\.[01]\.dev", version):

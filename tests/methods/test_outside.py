@@ -260,7 +260,7 @@ def test_spoilt_ones_are_refused(methods, message):
         ({"mass": 0.9}, "mass=0.9 cannot be reached with ruled"),
         ({"remainder": 0.1}, "remainder=0.1 cannot be added up with ruled"),
         ({"outliers": 0.1}, "outliers=0.1 cannot be told by index=highest"),
-        ({"home": "disk"}, "keeps keys where they are slow to read, and ruled selects by them"),
+        ({"home": "disk"}, "keeps keys where they are slow to read, and ruled selects by the keys"),
     ],
     ids=str,
 )

@@ -185,7 +185,7 @@ class Answer:
 
     Attributes:
         tokens: generated token ids.
-        logprobs: of each of them.
+        logprobs: logarithms of the tokens' probabilities.
         cached: prompt tokens that came from the prefix cache.
         steps: engine steps, as counted by :func:`drive`, at which a token came out.
         choices: log-probs at each place, by token: of the generated one, and of the likeliest ones
@@ -210,7 +210,7 @@ class Request:
         arrives: step before which it is handed in.
         aborts: step before which it is aborted.
         cache: whether it may read the prefix cache.
-        lora: its adapter.
+        lora: the adapter that it asks for.
         images: for which there are places in its prompt.
         embeddings: of its prompt, ``[tokens, hidden]``, handed in instead of the ids.
         likeliest: of how many tokens at each place it gets the log-probs, beside its own.

@@ -50,7 +50,7 @@ class Client:
     """A server by HTTP.
 
     Args:
-        url: Its address, such as ``http://127.0.0.1:8000``; a path ``/v1`` is left off.
+        url: The server's address, such as ``http://127.0.0.1:8000``; a path ``/v1`` is left off.
         key: The API key that it asks for, if any.
     """
 

@@ -33,7 +33,7 @@ class Preset:
         unit: What is selected, one of :data:`vllm_kvretrieval.options.choices.UNITS`.
         sink_pages, window_pages: Pages always attended to; None: a share of the budget each.
         dense_layers: Leading layers that keep full attention.
-        codec: Of pages in a slow home; name in :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
+        codec: Form of pages in a slow home; see :data:`vllm_kvretrieval.retrieval.codec.CODECS`.
         raw_window: Whether the window is raw in fast memory where home is encoded.
         home: The option ``home``.
         keeping: Where the schedule keeps some tokens and drops the others, which.

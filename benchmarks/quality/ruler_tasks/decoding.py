@@ -52,7 +52,7 @@ def answer(
     Args:
         llm: an engine of `benchmarks.quality.tasks.engine.open_engine`.
         samples: the requests.
-        options: their ``kv_retrieval`` options.
+        options: the requests' ``kv_retrieval`` options.
         metric: scores a text.
         tokens: tokens that a sample may generate.
         label: what the progress bar is called.

@@ -83,7 +83,7 @@ def cells_of(
         task: the task.
         budgets: budgets in tokens.
         covering_budget: a budget that covers the longest context, for tasks that run one.
-        variants: those to be run; the first also at the covering budget.
+        variants: variants to be run; the first also at the covering budget.
     """
     cells = [Cell(task, variant, budget) for variant in variants for budget in budgets]
     if "covering" in task.checks:

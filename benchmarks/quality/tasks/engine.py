@@ -83,7 +83,7 @@ def open_engine(
         kv_cache_bytes: memory for the KV cache.
         batch: most requests at once.
         extension: what a retrieval engine has as its worker's extension.
-        dtype: of weights and KV cache.
+        dtype: element type of weights and KV cache.
         method: what a retrieval engine decodes with where a request names no other.
         also: further methods that requests may name, with their options.
         options: further ``kv_retrieval`` options.

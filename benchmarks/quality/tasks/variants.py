@@ -318,7 +318,7 @@ def chosen(quick: bool, also: Collection[str], alone: bool = False) -> tuple[Var
     """Return the variants to be run.
 
     Args:
-        quick: those of the quick tier, or the core.
+        quick: variants of the quick tier, or of the core.
         also: names of further variants, or of groups of them.
         alone: these and no others.
     """

@@ -191,7 +191,7 @@ class TokenRecall:
     """See :class:`vllm_kvretrieval.kernels.tokens.TokenRecall`.
 
     Args:
-        homes: Of each layer, [pages, kv_heads, page_size, 2 * head_size]; its KV cache, of rows.
+        homes: Each layer's KV cache, of rows: [pages, kv_heads, page_size, 2 * head_size].
         memories: Each layer's memory, [S, kv_heads, capacity, 2 * head_size]; written.
         counts: int64 [S, 3]; per request, tokens (times KV heads and layers) attended to, missed,
             and read from home; added to. A step's own new tokens are no misses.

@@ -173,7 +173,7 @@ class PromptShares:
         Args:
             model_config: vLLM's model configuration.
             layers: The layers that retrieve, rising.
-            early: Those in which chunks of prompts select; None: all. Measurements divide the
+            early: The layers in which chunks of prompts select; None: all. Measurements divide the
                 budget among these. In others all heads have a share of 1.
 
         Raises:

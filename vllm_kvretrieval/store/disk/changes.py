@@ -102,8 +102,8 @@ def change(directory: str, context: str, action: str) -> tuple[list[Made], list[
 
     Args:
         directory: The directory of all stores.
-        context: Its name, or first digits of its id; see :func:`meant`. What is lost can be dropped
-            and unpinned, too.
+        context: The context's name, or the first digits of its id; see :func:`meant`. Lost ones
+            can be dropped and unpinned, too.
         action: One of ``vllm_kvretrieval.store.disk.inbox.ACTIONS``.
 
     Returns:

@@ -97,7 +97,7 @@ def forgotten(key: bytes, records: Mapping[int, Record], kept: Collection[bytes]
     Args:
         key: The key of the context's last block.
         records: All that the store has, also behind gaps.
-        kept: As :func:`read_kept` gives them: such contexts stay, if this one goes on behind them.
+        kept: See :func:`read_kept`; such contexts stay, if this one goes on behind them.
 
     Returns:
         Blocks that no other context has, and others with the same contents, which would take their

@@ -422,8 +422,8 @@ class SchedulerStore:
             request: The request that has computed the blocks, or computes them in this step.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
-            arrived: Its number in the order of arrivals. What was dropped later is not stored for
-                it, nor what goes on behind that.
+            arrived: The request's number in the order of arrivals. Contexts that were dropped
+                later are not stored for it, nor what goes on behind them.
         """
         if request.lora_request is not None or request.mm_features:
             return  # hashes have them by names that clients choose
