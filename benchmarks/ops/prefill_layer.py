@@ -21,9 +21,10 @@ from benchmarks.cli import add_output, add_tokens
 from benchmarks.common import Stopwatch
 from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, keep, medians, one_thread
 from benchmarks.ops.stock_attention import StockAttention
-from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import ContextSelector, IndexRecords, cpu
+from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index.exact import Exact
 
@@ -39,7 +40,7 @@ class Case:
     ) -> None:
         heads, size = shape.kv_heads, shape.head_size
         options = {"prefill_budget": budget, "prefill_chunk": chunk}
-        sparse = ChunkPlanner(RetrievalConfig.from_options("omnikv", options))
+        sparse = TokenChunkPlanner(RetrievalConfig.from_options("omnikv", options), heads)
         isa = _get_attn_isa(dtype, PAGE, size)
         self.shape, self.scale, self.dtype = shape, size**-0.5, dtype
         self.cache = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
@@ -51,7 +52,17 @@ class Case:
         table = torch.randperm(len(self.cache), dtype=torch.int32)[None]
         (self.staged,) = self.staging.plan(table, self.lens, self.starts)
         division = sparse.divide(self.lens.numpy(), np.array([STEP]))
-        self.turns = sparse.plan(division, table, 0, self.staging, heads, 0)
+        always, lens = np.zeros((2, 1), int), self.lens.numpy()
+        prompts = Prompts(0, division, always, lens, table, 0, 0)
+        blocks = -(-division.attended // self.staging.block_size)
+        self.turns = [
+            (
+                prompts.chunks(turn),
+                sparse.plan(prompts.chunks(turn)),
+                self.staging.block_table(blocks[turn]),
+            )
+            for turn in self.staging.turns(blocks)
+        ]
         store = IndexRecords.empty(
             Exact(),
             pages=len(self.cache),
@@ -74,18 +85,20 @@ class Case:
 
     def select(self) -> None:
         """Run the selection of a filter."""
-        for chunks in self.turns:
+        for _, chunks, _ in self.turns:
             query = self.query[chunks.queries]
             cpu.select_context(query, chunks.weights, chunks.rows, self.selector)
             cpu.list_context(chunks.rows, self.selector, self.shape.kv_heads)
 
     def sparse(self) -> None:
         """Run a layer that follows a filter."""
-        for chunks in self.turns:
+        for prompts, chunks, table in self.turns:
             cpu.stage_tokens(self.cache, chunks.lists, self.staging.buffer, self.staging.isa)
             lens = chunks.lists.lengths[:: self.shape.kv_heads].contiguous()
-            tokens = slice(chunks.start, chunks.start + int(chunks.query_start_loc[-1]))
-            self._attend(tokens, lens, chunks.query_start_loc, chunks.block_table)
+            starts = torch.from_numpy(prompts.division.new).cumsum(0).int()
+            starts = torch.cat([torch.zeros(1, dtype=torch.int32), starts])
+            tokens = slice(prompts.start, prompts.start + int(starts[-1]))
+            self._attend(tokens, lens, starts, table)
 
     def _attend(
         self, tokens: slice, lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor

@@ -237,7 +237,7 @@ def test_nothing_to_split_within_the_budget(runner, builder):
     schedule = step.decode[0].schedule
     assert schedule.seq_lens.tolist() == [3 * PAGE + 1], "vLLM's kernel, unless ours attends"
     assert step.whole.index.tolist() == [1], "the other row keeps its whole context"
-    builder.rows.attends = True
+    builder.planner.attends = True
     step = split(builder, [4 * PAGE + 2, 19])
     assert step.decode[0].schedule is None
 

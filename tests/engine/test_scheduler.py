@@ -227,6 +227,18 @@ def test_where_a_state_is_kept_a_chunk_ends_if_it_can():
         assert any(start % 192 for start in starts if start < 1344) is cut, starts
 
 
+def test_nobody_overtakes_a_prompt_that_waits_for_room():
+    """Neither a prompt that would fit, nor one of its kind; vLLM 0.33 would let them."""
+    stepper = Stepper({"budget": 2048, "prefill_budget": 256, "prefill_chunk": 128})
+    lengths = {"first": 400, "waits": 1000, "behind": 100, "alike": 100}
+    for seed, (name, length) in enumerate(lengths.items()):
+        stepper.add(
+            text(length, seed), 2, {} if name == "alike" else {"exact": name != "waits"}, name
+        )
+    assert stepper.step().num_scheduled_tokens == {"first": 400}
+    assert stepper.step().num_scheduled_tokens == {"first": 1, "waits": 384, "behind": 100}
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_better_of_two_blocks_is_found(ahead):
     stepper = Stepper({"budget": BUDGET}, ahead=ahead)

@@ -20,8 +20,6 @@ FAMILIES = re.compile(
 )
 STORAGES = re.compile(r"\b(disk|encod\w*|codec|slow|recall\w*|mmap|in_home|home|fast)\b")
 ROOMS = {
-    "attention/cpu/blocks.py",  # sparse prefill
-    "attention/cpu/chunks.py",
     "attention/cpu/staging.py",  # what vLLM's kernel reads
     "attention/cpu/support.py",  # refusals of options
     "attention/cpu/backend.py",
@@ -58,12 +56,3 @@ def test_no_family_is_known(name):
 @pytest.mark.parametrize("name", [*known("attention/cpu"), "engine/cpu/choosers.py"])
 def test_no_kind_of_storage_is_known(name):
     assert words(name, STORAGES) == []
-
-
-def test_what_reads_is_short():
-    """What every layer and step goes through."""
-    lines = sum(
-        len((PACKAGE / "attention/cpu" / name).read_text().splitlines())
-        for name in ("impl.py", "metadata.py")
-    )
-    assert lines < 350

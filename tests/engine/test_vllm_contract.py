@@ -51,6 +51,10 @@ PASSED_THROUGH = {
         (Scheduler._get_local_prefix_cache_hit, ["request"]),
         (Scheduler._update_after_schedule, ["scheduler_output"]),
         (
+            Scheduler._reserve_prefill_lookahead,
+            ["request", "num_computed_tokens", "num_new_tokens"],
+        ),
+        (
             Scheduler._try_schedule_encoder_inputs,
             [
                 "request",
@@ -67,6 +71,15 @@ PASSED_THROUGH = {
             ["request", "new_token_ids", "is_stale"],
         ),
         # Those that it calls.
+        (
+            Scheduler._mamba_block_aligned_split,
+            [
+                "request",
+                "num_new_tokens",
+                "num_new_local_computed_tokens",
+                "num_external_computed_tokens",
+            ],
+        ),
         *(
             (coordinator.find_longest_cache_hit, ["block_hashes", "max_cache_hit_length"])
             for coordinator in COORDINATORS

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
+from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.storage import Part
 
@@ -15,7 +15,7 @@ ROWS = 2
 
 def layer(sinks):
     """As much of a layer as attends to lists."""
-    layer: Any = object.__new__(AttendingLayer)
+    layer: Any = object.__new__(RetrievalAttentionImpl)
     layer.kernels, layer.scale, layer.logits_soft_cap, layer.sinks = cpu, SIZE**-0.5, 0.0, sinks
     return layer
 

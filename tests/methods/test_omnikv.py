@@ -44,7 +44,7 @@ def observe(llm, name):
 
         weights = OBSERVATIONS[name]
         for group in worker.model_runner.attn_groups[0]:
-            methods, requests = group.get_metadata_builder().methods, worker.requests
+            methods, requests = group.get_metadata_builder().planner.methods, worker.requests
             method = next(m for m in methods if hasattr(m, "observation"))
             method.observation = Observation(weights, requests.per_seat(), requests.per_seat())
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():

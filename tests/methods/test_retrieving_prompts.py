@@ -1,4 +1,4 @@
-"""Prompts that retrieve, served: an independent replay of blocks, company, and the prefix cache.
+"""Prompts that retrieve, served: an independent replay of chunks, company, and the prefix cache.
 
 One engine with its KV cache in memory, two with it in a file. The model runs in float32, so that
 rounding leaves next to nothing open.
@@ -67,7 +67,7 @@ def serving(directory, **home):
                 **home,
             }
         },
-        worker_extension_cls="tests.support.block_recorder.BlockRecorder",
+        worker_extension_cls="tests.support.page_chunk_recorder.PageChunkRecorder",
         dtype="float32",
         max_model_len=2048,
         max_num_seqs=4,
@@ -130,11 +130,11 @@ def replay(llm, error, exact, sampling="spread", pooling=None, depth=1.0, shares
         Request(novel(llm, 750, 70), 6, {"method": "shadowkv"}, arrives=11),
     ]
     rule = LAYERS_REPLAYED, CHUNK, QUERIES, EXACT, sampling
-    llm.collective_rpc("start_recording_blocks", args=rule)
+    llm.collective_rpc("start_recording_chunks", args=rule)
     drive(llm, requests)
     early = {n: row for n, row in enumerate(shares) if 1 + n < depth * LAYERS}
     expected = methods, budgets(requests, depth), early
-    (summary,) = llm.collective_rpc("check_blocks", args=expected)
+    (summary,) = llm.collective_rpc("check_chunks", args=expected)
     assert summary["sparse"] == 2 * (6 + 9 + 4 + 3)
     assert summary["of another budget"] == 0
     assert summary["exact"] > 0
@@ -171,7 +171,7 @@ def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling,
 
 @pytest.mark.parametrize("length", [1200, 1281])
 def test_company_changes_nothing(llm, length):
-    """Steps end with a block, however many tokens the other requests leave to a prompt; and a block
+    """Steps end with a chunk, however many tokens the other requests leave to a prompt; and a chunk
     is one that has a single token, alone in its step or not."""
     first = Request(novel(llm, length, 50), 8, {})
     expected = alone(llm, first)
@@ -199,7 +199,7 @@ def test_prompts_within_the_budget_are_exact(llm):
 
 
 def test_an_answer_after_a_hit_is_the_same(llm):
-    """Of the prefix cache; blocks go on behind it."""
+    """Of the prefix cache; chunks go on behind it."""
     prompt = novel(llm, 1000, 250)
     request = Request(prompt + novel(llm, 300, 400), 6, {}, cache=True)
     expected = alone(llm, request)
@@ -211,7 +211,7 @@ def test_an_answer_after_a_hit_is_the_same(llm):
 
 
 def test_a_prompt_that_is_found_is_answered_as_before(llm):
-    """Its last token, which is computed anew, is a block."""
+    """Its last token, which is computed anew, is a chunk."""
     request = Request(novel(llm, 1025, 150), 6, {}, cache=True)
     llm.reset_prefix_cache()
     cold, found = (drive(llm, [request])[0] for _ in range(2))

@@ -48,7 +48,7 @@ def llm(tmp_path_factory):
                 "filters": FILTERS,
             }
         },
-        worker_extension_cls="tests.support.chunk_recorder.ChunkRecorder",
+        worker_extension_cls="tests.support.token_chunk_recorder.TokenChunkRecorder",
         dtype="float32",
         max_model_len=2048,
         max_num_seqs=4,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.files import LOADERS
 from vllm_kvretrieval.options.request import RequestOptions
@@ -62,7 +62,9 @@ def test_sink_of_a_method_that_drops(given, sink):
     """The user's, also none, in place of the method's."""
     config = RetrievalConfig.from_options("entropykv", {"budget": 64} | given)
     room: Any = None  # is asked when a request is admitted
-    kept = kept_prompts(config, Heads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), room)
+    kept = kept_prompts(
+        config, LocalHeads([slice(0, 1)]), torch.zeros(1, 1, dtype=torch.int32), room
+    )
     assert kept is not None
     assert kept.rules[0].sink == sink
 

@@ -231,7 +231,7 @@ ENGINES = {
         {"additional_config": {"kv_retrieval": {**STORE["kv_retrieval"], "store_days": 0}}},
         "kv_retrieval.store_days=0 must be a number of days above 0, up to 36500, e.g. 30.",
     ),
-    "steps with less room than a block of a prompt": (
+    "steps with less room than a chunk of a prompt": (
         {
             "attention_backend": "kvretrieval",
             "max_num_seqs": 8,
@@ -240,7 +240,7 @@ ENGINES = {
         },
         "prompts in chunks of 512 tokens, and steps have 500. Raise --max-num-batched-tokens *520",
     ),
-    "less of a prompt in a step than a block": (
+    "less of a prompt in a step than a chunk": (
         {
             "attention_backend": "kvretrieval",
             "long_prefill_token_threshold": 256,

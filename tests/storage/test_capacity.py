@@ -298,7 +298,7 @@ def test_state_is_no_larger_than_contexts():
     for impl in engine.worker.retrieval_layers.values():
         assert impl.choosers[0].selection.chosen.shape[2] == 400
         assert {w._kept.ratings.shape[2] for w in impl.watchers.values()} == {400}
-    assert engine.builder.facts.lists.shape[1] == 400
+    assert engine.builder.planner.facts.lists.shape[1] == 400
     for method in ("fier", "h2o", "freekv"):
         engine.add({"budget": 40960, "method": method}, 350, STEPS)
     run(engine)

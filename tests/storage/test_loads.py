@@ -6,7 +6,7 @@ import torch
 from tests.spec import ops as reference
 from tests.support.kernel_checks import make_chooser
 from tests.support.steps import Runner, request_table
-from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
+from vllm_kvretrieval.attention.cpu.metadata import loaded_pages
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig

@@ -9,10 +9,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
 from tests.support.steps import Runner, request_table
-from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.running import notes
-from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.methods.division import ChunkPlanner
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.levels import Kind
 
@@ -51,11 +51,11 @@ class Truth:
         self.scheduler = stepper.scheduler
         self.config = self.scheduler.retrieval
         seats = self.scheduler.max_num_running_reqs + 1
-        heads = Heads([slice(0, 1)])
+        heads = LocalHeads([slice(0, 1)])
         self.runner = Runner()
         self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
-        self.prefill = Divisor(self.config) if sparse else None
+        self.prefill = ChunkPlanner(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
         specs = [g.kv_cache_spec for g in self.scheduler.kv_cache_config.kv_cache_groups]
         self.sizes = [spec.block_size for spec in specs]

@@ -110,7 +110,7 @@ class OmniKVRecorder:
 
         def attend_to_plan(query, output, plan, method):
             attend(query, output, plan, method)
-            if list(self.retrieval_config.methods.values())[plan.method].shares:
+            if list(self.retrieval_config.methods.values())[plan.method].selects_for_others:
                 for step in self._steps(number, impl, query, output, plan):
                     self._check(step)
 

@@ -16,6 +16,7 @@ from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.methods.scored import DeviceScored
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -125,8 +126,8 @@ class Layers:
             else:
                 far = self.far[number]
                 far.attend_to_selection(
-                    query, key, value, rows, self.requests, [chooser], self.plan, workspace, lse,
-                    SCALE, output,
+                    query, key, value, rows, self.requests, [DeviceScored([chooser])], self.plan,
+                    workspace, lse, SCALE, output,
                 )  # fmt: skip
                 far.attend_to_prompts(half, None, query, key, value, output)
                 far.end()

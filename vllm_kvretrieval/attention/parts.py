@@ -4,26 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN
-
-
-class PromptReads(NamedTuple):
-    """How the KV heads of a worker's retrieval layers read prompts that retrieve.
-
-    Attributes:
-        late: The part of those in layers behind ``prefill_depth``.
-        shares: float64 [heads, ONE_IN]; shares of the others in what is selected, see
-            :meth:`~vllm_kvretrieval.retrieval.prompt_shares.PromptShares.of`.
-    """
-
-    late: float = 0.0
-    shares: np.ndarray = np.ones((1, len(ONE_IN)))
-
-    @property
-    def highest(self) -> float:
-        """The largest of these shares."""
-        return float(self.shares.max())
-
 
 class Part(NamedTuple):
     """Rows that one method decodes sparsely.

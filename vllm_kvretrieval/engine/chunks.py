@@ -3,7 +3,7 @@
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -15,6 +15,9 @@ class ChunkScheduler(Scheduler):
     vLLM cuts where a state of a Mamba layer has to be kept, and before an image for which the
     encoder has no room. Such a chunk is cut where no border of chunks will do.
 
+    vLLM lets two methods shorten the part of a prompt that a step reads: the one that looks for
+    room in the encoder, and after it the one that keeps steps from ending near a prompt's end.
+
     Attributes:
         retrieval: Options of the engine.
     """
@@ -25,8 +28,7 @@ class ChunkScheduler(Scheduler):
         assert config is not None, "the platform sets this class where a method is named"
         self.retrieval = config
         self._chunk = config.prefill_chunk if config.prefill_budget is not None else None
-        self._by_mamba = self.need_mamba_block_aligned_split
-        self.need_mamba_block_aligned_split |= self._chunk is not None
+        self._full_step = -1  # the last one that had no room for a whole chunk
 
     def _retrieves(self, request: Request) -> bool:
         """Whether chunks of a request's prompt attend to a part of what lies before them."""
@@ -45,38 +47,51 @@ class ChunkScheduler(Scheduler):
             return tokens
         return max(self._begin_of_chunk(request, end) - start, 0)
 
-    def _mamba_block_aligned_split(
-        self, request: Request, num_new_tokens: int, *found: int, **named: int
-    ) -> int:
-        """Tokens of a prompt in a step; vLLM asks for models with Mamba layers, and we let it ask.
+    def _cut(self, request: Request, start: int, tokens: int) -> int:
+        """How many of so many tokens from ``start`` on a step reads.
 
-        Args:
-            request: The request whose prompt is cut.
-            num_new_tokens: The most tokens that the step has room for.
-            found: Tokens found in the prefix cache, and by a KV connector.
-            named: The same arguments by name.
+        Nobody overtakes a request that has to wait for a step with more room.
         """
-        start = request.num_computed_tokens + sum(found) + sum(named.values())
-        if not self._by_mamba:
-            return self._whole_chunks(request, start, num_new_tokens)
-        by_mamba = super()._mamba_block_aligned_split
+        if self._chunk is None:
+            return tokens
+        waits = request.status != RequestStatus.RUNNING
+        if waits and self._full_step == self.current_step:
+            return 0
+        cut = self._by_mamba if self.need_mamba_block_aligned_split else self._whole_chunks
+        whole = cut(request, start, tokens)
+        if waits and whole == 0:
+            self._full_step = self.current_step
+        return whole
 
-        def split(tokens: int) -> tuple[int, int]:
-            """Tokens that vLLM makes of so many, and the most of them that are whole chunks."""
-            tokens = by_mamba(request, tokens, *found, **named)
+    def _by_mamba(self, request: Request, start: int, tokens: int) -> int:
+        """The same in models with Mamba layers, where vLLM has cut as many as ``tokens``."""
+        found = start - request.num_computed_tokens
+
+        def by_vllm(tokens: int) -> int:
+            return self._mamba_block_aligned_split(request, tokens, found)
+
+        def most(tokens: int) -> int:
+            """The most of so many tokens that are whole chunks and that vLLM does not cut."""
             whole = self._whole_chunks(request, start, tokens)
-            while 0 < whole < tokens and by_mamba(request, whole, *found, **named) != whole:
+            while 0 < whole < tokens and by_vllm(whole) != whole:
                 whole = self._whole_chunks(request, start, whole - 1)
-            return tokens, whole
+            return whole
 
-        tokens, whole = split(num_new_tokens)
-        if whole or not tokens:
+        if (whole := most(tokens)) or not tokens:
             return whole
         # If others leave too little, it waits for a step of which it is the first prompt.
         room = self.max_num_scheduled_tokens - self.max_num_running_reqs
         threshold = self.scheduler_config.long_prefill_token_threshold
         room = min(room, threshold or room, tokens_to_read(request) - start)
-        return 0 if split(room)[1] else tokens
+        return 0 if most(by_vllm(room)) else tokens
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """See vLLM's scheduler, which asks for all requests."""
+        if not request.has_encoder_inputs:  # else it is cut already
+            num_new_tokens = self._cut(request, num_computed_tokens, num_new_tokens)
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _try_schedule_encoder_inputs(
         self,
@@ -93,6 +108,7 @@ class ChunkScheduler(Scheduler):
         next one.
         """
         schedule = super()._try_schedule_encoder_inputs
+        num_new_tokens = self._cut(request, num_computed_tokens, num_new_tokens)
         found = schedule(
             request, num_computed_tokens, num_new_tokens, encoder_compute_budget, *more, **named
         )

@@ -120,7 +120,7 @@ def _reading(config: RetrievalConfig, method: Method) -> str:
         config.prefill_chunk,
         config.prefill_queries,
         config.prefill_sampling,
-        config.pools_blocks_by(method),
+        config.pools_chunks_by(method),
         config.prompt_shares,
     )
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
-from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
+from vllm_kvretrieval.methods.page_chunks import PromptReads
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.retrieval.capacity import Capacity
@@ -114,7 +114,7 @@ class RequestTable:
         room: Capacity,
         rows: Callable[[Any], Sequence[str]],
         dense_share: float = 0.0,
-        heads: Heads | None = None,
+        heads: LocalHeads | None = None,
         fixed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.config, self._reader = config, RequestReader(config)

@@ -15,7 +15,7 @@ from vllm_kvretrieval.kernels import (
     Selection,
     reference,
 )
-from vllm_kvretrieval.methods.prompts import Heads, kept_prompts
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.families import DroppingMethod
@@ -105,7 +105,7 @@ def _kept(
     """The tokens that an engine keeps when the first token after the prompt is decoded."""
     tokens = layers[0].keys.shape[1]
     ends = np.cumsum([layer.kv_heads for layer in layers]).tolist()
-    heads = Heads(
+    heads = LocalHeads(
         [slice(end - layer.kv_heads, end) for end, layer in zip(ends, layers, strict=True)]
     )
     room = Capacity(config, [layer.kv_heads for layer in layers], longest)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
 from vllm_kvretrieval.explain.attended import make_chooser
 from vllm_kvretrieval.explain.attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
+from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner, PromptReads, is_late
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 
@@ -89,19 +90,21 @@ def _kept(
     assert config.prefill_budget is not None
     assert config.prefill_queries is not None
     (begin, end), size = chunk, config.page_size
-    planner = BlockPlanner(config, layer.kv_heads, float(shares.max()))
+    reads = PromptReads(shares=shares.T.numpy())
+    planner = PageChunkPlanner(config, layer.kv_heads, reads)
     budget = config.page_budget(config.prefill_budget, key="prefill_budget")
     division = planner.divide(np.array([end]), np.array([end - begin]))
     always = np.array([[budget.sink], [budget.window]])
     pages = torch.arange(-(-end // size), dtype=torch.int32)
-    blocks = planner.plan(0, division, always, pages[None], 0, np.array([end + 1])).of_layer(late)
+    prompts = Prompts(0, division, always, np.array([end + 1]), pages[None], 0, 0)
+    chunks = planner.plan(prompts).of_layer(late)
     query = layer.queries_at(begin, end).transpose(0, 1)
     group = len(layer.queries) // layer.kv_heads * config.prefill_queries
-    counts = blocks.counts(shares)
+    counts = chunks.counts(shares)
     chooser = make_chooser(config, layer, group, int(counts.max()), counts[0])
-    reference.plan_decode(blocks.grouped(query, layer.kv_heads), blocks.rows, chooser)
+    reference.plan_decode(chunks.grouped(query, layer.kv_heads), chunks.rows, chooser)
     attended = torch.zeros(layer.kv_heads, len(pages), dtype=torch.bool)
-    for head, length in enumerate(blocks.rows.lengths.tolist()):
-        attended[head, blocks.rows.lists[head, : -(-length // size)] // layer.kv_heads] = True
+    for head, length in enumerate(chunks.rows.lengths.tolist()):
+        attended[head, chunks.rows.lists[head, : -(-length // size)] // layer.kv_heads] = True
     mass = layer.attention(begin, end)[:, :end].unflatten(1, (-1, size)).sum(2)
-    return ChunkShares((mass * attended).sum(1), shares[blocks.shares[0]])
+    return ChunkShares((mass * attended).sum(1), shares[chunks.shares[0]])

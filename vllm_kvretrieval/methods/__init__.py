@@ -7,6 +7,7 @@ layer. A new family is a file here and a line in :data:`registry.FILES`.
 
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceMethod,
     EngineFacts,
     GroupFacts,
     GroupMethod,
@@ -19,8 +20,11 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
+    chunk_planner,
     connect_layers,
+    device_methods,
     group_methods,
     layer_methods,
     scratch_bytes,
@@ -28,7 +32,10 @@ from vllm_kvretrieval.methods.registry import (
 from vllm_kvretrieval.methods.whole import plan_whole
 
 __all__ = [
+    "ChunkPlanner",
+    "Chunks",
     "DecodePlan",
+    "DeviceMethod",
     "EngineFacts",
     "GroupFacts",
     "GroupMethod",
@@ -36,11 +43,14 @@ __all__ = [
     "LayerFacts",
     "LayerMethod",
     "LayerWatcher",
+    "Prompts",
     "Sees",
     "Step",
     "StepRows",
     "WorkSize",
+    "chunk_planner",
     "connect_layers",
+    "device_methods",
     "group_methods",
     "layer_methods",
     "plan_whole",

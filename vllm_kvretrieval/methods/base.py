@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, Remainder, TokenLists
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    Contexts,
+    DecodeRows,
+    Ops,
+    PromptLists,
+    Remainder,
+    Selection,
+    TokenLists,
+)
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage import LayerStorage, Ready, Storage
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.requests import RequestTable
+    from vllm_kvretrieval.methods.kept_prompts import KeptPrompts
+    from vllm_kvretrieval.methods.page_chunks import ChunkSelection, PromptReads
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WHOLE = -1
@@ -42,6 +53,22 @@ class DecodePlan:
     schedule: Any = None
 
 
+class Seats(Protocol):
+    """What methods ask of the table of running requests, whose attributes these are."""
+
+    config: "RetrievalConfig"
+    room: Capacity
+    records: np.ndarray
+    kept: "KeptPrompts | None"
+    corrected: torch.Tensor
+    spared: torch.Tensor
+    prompt_reads: "PromptReads"
+
+    def per_seat(self) -> np.ndarray:
+        """A new array, int32 [seats]. An entry is reset to zero when its seat changes hands."""
+        ...
+
+
 class GroupFacts(NamedTuple):
     """Layers that share metadata, and what they share.
 
@@ -53,7 +80,7 @@ class GroupFacts(NamedTuple):
         lengths: int32 [seats * kv_heads]; the same for their lengths.
     """
 
-    requests: "RequestTable"
+    requests: Seats
     page_size: int
     kv_heads: int
     lists: torch.Tensor
@@ -143,14 +170,16 @@ class LayerFacts(NamedTuple):
         requests: Table of the running requests.
         kv_heads: KV heads of the layer.
         scale: Softmax scale.
+        chunks: What it selects with for chunks of prompts; None: these select no pages.
     """
 
     number: int
     kernels: Ops
     storage: LayerStorage
-    requests: "RequestTable"
+    requests: Seats
     kv_heads: int
     scale: float
+    chunks: "ChunkSelection | None" = None
 
 
 class LayerMethod(Protocol):
@@ -196,12 +225,45 @@ class LayerMethod(Protocol):
         """
         ...
 
-    def gather(self, kernels: Ops, chunks: Any) -> None:
-        """Write what chunks of prompts attend to into their lists, where prefill is sparse.
+    def prompt(self, kernels: Ops, query: torch.Tensor, chunks: Any) -> PromptLists | TokenLists:
+        """Say what chunks of prompts attend to, where prefill is sparse.
 
         Args:
             kernels: Implementation of the ops.
-            chunks: Adjacent chunks of a step.
+            query: [tokens, heads, head_size]; the step's.
+            chunks: What :meth:`ChunkPlanner.plan` returned.
+
+        Returns:
+            Pages; or tokens, which are to be laid out one after the other.
+        """
+        ...
+
+
+class DeviceMethod(Protocol):
+    """The methods of a family, in one layer of a device whose steps may be replays of a graph.
+
+    The rows of a step are on the device, and so is the method of each. So a family looks at all
+    rows and leaves those of other families alone.
+    """
+
+    @property
+    def selection(self) -> Selection:
+        """What the layer's methods have selected, by seat."""
+        ...
+
+    def choose(
+        self,
+        ops: Any,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """Write what the rows attend to into the lists of a plan.
+
+        Args:
+            ops: The device's implementation of the ops that the family needs.
+            query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
         """
         ...
 
@@ -270,9 +332,10 @@ class WorkSize(NamedTuple):
         kv_heads: KV heads.
         head_size, dtype: The head size and element type of keys and values.
         rows: Most requests that run at once.
-        pieces: Most blocks of prompts in a step.
-        piece_queries: Queries by which each of them selects; 0: prompts select nothing.
-        piece_pages: Most pages before one of them that it attends to.
+        scratch: Bytes of the memory in which an op chooses: of so many numbers a task, and tasks.
+        chunks: Most chunks of prompts in a step.
+        chunk_queries: Queries by which each of them selects pages; 0: prompts select none.
+        chunk_pages: Most pages before one of them that it attends to.
     """
 
     tokens: int
@@ -280,10 +343,11 @@ class WorkSize(NamedTuple):
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    scratch: Callable[[int, int], int]
     rows: int
-    pieces: int
-    piece_queries: int
-    piece_pages: int
+    chunks: int
+    chunk_queries: int
+    chunk_pages: int
 
 
 class Family(Protocol):

@@ -21,7 +21,7 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
-from vllm_kvretrieval.methods.prompts import AddUp, KeptPrompts, Watched
+from vllm_kvretrieval.methods.kept_prompts import AddUp, KeptPrompts, Watched
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
 from vllm_kvretrieval.retrieval.families import DroppingMethod, Method
 from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping

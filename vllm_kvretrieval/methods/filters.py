@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ReduceOp
 
-from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner, Chunks
-from vllm_kvretrieval.kernels import Chooser, ContextSelector, IndexRecords, Merge, Ops, cpu
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    ContextSelector,
+    IndexRecords,
+    Merge,
+    Ops,
+    TokenLists,
+)
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -26,6 +32,7 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
 from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
+from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner, TokenChunks
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
@@ -112,7 +119,7 @@ class FilteredLayer(ScoredLayer):
         assert self.selectors is not None, "the layer follows a filter"
         plan.own.list(kernels, plan, self.selectors.rows)
 
-    def gather(self, kernels: Ops, chunks: Chunks) -> None:
+    def prompt(self, kernels: Ops, query: torch.Tensor, chunks: TokenChunks) -> TokenLists:
         """List what the filter has selected for chunks, once for all layers after it."""
         assert self.selectors is not None, "the layer follows a filter"
         selector = self.selectors.chunks
@@ -120,6 +127,7 @@ class FilteredLayer(ScoredLayer):
         if chunks.listed is not selector:
             kernels.list_context(chunks.rows, selector, chunks.lists.kv_heads)
             chunks.listed = selector
+        return chunks.lists
 
 
 class Filter:
@@ -161,7 +169,7 @@ class Filter:
             if plan.method == self._number:
                 self._select(query, plan)
         for chunks in (part.chunks for part in split.prefill):
-            if chunks is not None:
+            if chunks is not None and chunks.method == self._number:
                 assert self.selectors.chunks is not None
                 queries = query[chunks.queries]
                 self._kernels.select_context(
@@ -236,11 +244,11 @@ def _chunk_selector(facts: EngineFacts, selector: ContextSelector) -> ContextSel
     """What a filter selects with for chunks of prompts; None: prefill is exact."""
     if facts.config.prefill_budget is None:
         return None
-    by = ChunkPlanner(facts.config)
+    by = TokenChunkPlanner(facts.config, selector.store.kv_heads)
     chosen = torch.zeros(facts.most_chunks, by.select, dtype=torch.int32)
     return replace(selector, chosen=chosen, handle=None)
 
 
 def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
     """Scores of tokens; see :meth:`Family.scratch_bytes`."""
-    return cpu.scratch_bytes(size.tokens * size.heads, size.rows)
+    return size.scratch(size.tokens * size.heads, size.rows)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from vllm_kvretrieval.kernels import Chooser
 from vllm_kvretrieval.methods import dropping, filters, heads, scored
 from vllm_kvretrieval.methods.base import (
+    DeviceMethod,
     EngineFacts,
     Family,
     GroupFacts,
@@ -14,6 +15,9 @@ from vllm_kvretrieval.methods.base import (
     LayerMethod,
     WorkSize,
 )
+from vllm_kvretrieval.methods.division import ChunkPlanner
+from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner
+from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.retrieval import families
 from vllm_kvretrieval.retrieval.families import Method
 
@@ -49,6 +53,27 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     methods = enumerate(facts.requests.config.methods.values())
     made = [family_of(method).layer_method(facts, n, method, choosers[n]) for n, method in methods]
     return [*made, scored.ScoredLayer(choosers[0])]
+
+
+def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
+    """The families of an engine's methods in a layer of a device, each once.
+
+    Args:
+        methods: The engine's. Methods of families that no device serves have been refused.
+        choosers: What the layer selects with, by the number of the method.
+    """
+    files = {id(file): file for file in map(family_of, methods)}.values()
+    return [file.device_method(choosers) for file in files]  # type: ignore[attr-defined]
+
+
+def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:
+    """What plans the chunks of prompts, for a group of layers; None: prompts are read exactly."""
+    requests = facts.requests
+    if requests.config.prefill_budget is None:
+        return None
+    if requests.config.own.prompts_select == "tokens":
+        return TokenChunkPlanner(requests.config, facts.kv_heads)
+    return PageChunkPlanner(requests.config, facts.kv_heads, requests.prompt_reads)
 
 
 def connect_layers(facts: EngineFacts, layers: Mapping[int, Layer]) -> None:

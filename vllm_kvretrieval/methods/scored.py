@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, Remainder, TokenLists, cpu
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    DecodeRows,
+    Ops,
+    PromptLists,
+    Remainder,
+    Selection,
+    TokenLists,
+)
+from vllm_kvretrieval.kernels.device import DeviceOps, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -21,6 +30,7 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
+from vllm_kvretrieval.methods.page_chunks import PageSelector
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage import Ready
@@ -78,10 +88,15 @@ class Scored:
 
 
 class ScoredLayer:
-    """A layer's rows of one method; see :class:`LayerMethod`."""
+    """A layer's rows of one method; see :class:`LayerMethod`.
 
-    def __init__(self, chooser: Chooser) -> None:
-        self.chooser = chooser
+    Args:
+        chooser: The layer's.
+        chunks: How it selects for chunks of prompts; None: it does not.
+    """
+
+    def __init__(self, chooser: Chooser, chunks: PageSelector | None = None) -> None:
+        self.chooser, self.chunks = chooser, chunks
 
     @property
     def ready(self) -> Ready:
@@ -101,17 +116,49 @@ class ScoredLayer:
     def attended(self, plan: DecodePlan, weights: torch.Tensor) -> None:
         """Do nothing."""
 
-    def gather(self, kernels: Ops, chunks: Any) -> None:
-        """Prefill is exact."""
-        raise NotImplementedError("prefill is exact")
+    def prompt(self, kernels: Ops, query: torch.Tensor, chunks: Any) -> PromptLists | TokenLists:
+        """Pages that the queries of chunks select."""
+        assert self.chunks is not None, "prefill is exact"
+        return self.chunks.select(kernels, query, chunks)
+
+
+class DeviceScored:
+    """A layer's rows of the family's methods on a device; see :class:`DeviceMethod`.
+
+    Args:
+        choosers: What the layer selects with, by the number of the method.
+    """
+
+    def __init__(self, choosers: Sequence[Chooser]) -> None:
+        self._choosers = choosers
+
+    @property
+    def selection(self) -> Selection:
+        """See :attr:`DeviceMethod.selection`."""
+        return self._choosers[0].selection
+
+    def choose(
+        self,
+        ops: DeviceOps,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """See :meth:`DeviceOps.plan_decode`."""
+        ops.plan_decode(query, rows, requests, self._choosers, plan)
 
 
 group_method = Scored
+device_method = DeviceScored
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> ScoredLayer:
     """See :meth:`Family.layer_method`."""
-    return ScoredLayer(chooser)
+    if facts.chunks is None or method.prompts_select != "pages":
+        return ScoredLayer(chooser)
+    pooling = facts.requests.config.pools_chunks_by(method)
+    return ScoredLayer(chooser, PageSelector(chooser, facts.chunks, pooling))
 
 
 def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]) -> None:
@@ -129,12 +176,12 @@ def scratch_bytes(methods: Sequence[Method], size: WorkSize) -> int:
     ]
     if not scored:
         return 0
-    scratch = cpu.scratch_bytes(max(scored) * size.heads, size.rows)
-    if size.piece_queries:
-        asking = size.heads * size.piece_queries
-        scratch += cpu.scratch_bytes(max(scored) * asking, size.pieces)
-        scratch += size.pieces * asking * size.head_size * size.dtype.itemsize
+    scratch = size.scratch(max(scored) * size.heads, size.rows)
+    if size.chunk_queries:
+        asking = size.heads * size.chunk_queries
+        scratch += size.scratch(max(scored) * asking, size.chunks)
+        scratch += size.chunks * asking * size.head_size * size.dtype.itemsize
         # What is selected, what is attended to, and three copies where pages are laid out.
-        lists = size.pieces * size.kv_heads * size.piece_pages
+        lists = size.chunks * size.kv_heads * size.chunk_pages
         scratch += 5 * torch.int32.itemsize * lists
     return scratch

@@ -18,9 +18,9 @@ FILTER_HEADS = {
     "all": "the heads of all workers; results do not depend on the number of workers",
     "own": "each worker's own, without communication",
 }
-DEFAULT_CHUNK = 512
+DEFAULT_TOKEN_CHUNK = 512
 """Tokens of a prompt that a filter selects for at once."""
-DEFAULT_BLOCK = 128
+DEFAULT_PAGE_CHUNK = 128
 """Tokens of a prompt that select pages at once."""
 DEFAULT_QUERIES = 8
 MOST_QUERIES = 64

@@ -236,15 +236,15 @@ class RetrievalConfig(Options):
         selects = method.prompts_select and method.prompts_select == self.own.prompts_select
         return self.prefill_budget is not None and bool(selects)
 
-    def pools_blocks_by(self, method: Method) -> Pooling:
-        """How the scores of a block's queries become one, where blocks of prompts select."""
+    def pools_chunks_by(self, method: Method) -> Pooling:
+        """How the scores of a chunk's queries become one, where chunks of prompts select."""
         if self.prefill_pooling is None:
             return method.pooling
         return Pooling[self.prefill_pooling.upper()]
 
     @functools.cached_property
     def prompt_shares(self) -> PromptShares | None:
-        """The shares of KV heads in ``prefill_budget``; None: blocks of prompts do not select."""
+        """The shares of KV heads in ``prefill_budget``; None: chunks of prompts select no pages."""
         if self.prefill_queries is None:
             return None
         return make_prompt_shares(self.prefill_budget_shares)

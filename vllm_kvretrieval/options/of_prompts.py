@@ -86,7 +86,8 @@ CHUNK: Any = option(
     None,
     TOKENS,
     "the number of prompt tokens that share one selection",
-    f"{choices.DEFAULT_BLOCK}, or a page if that is larger; `omnikv`: {choices.DEFAULT_CHUNK}",
+    f"{choices.DEFAULT_PAGE_CHUNK}, or a page if that is larger; "
+    f"`omnikv`: {choices.DEFAULT_TOKEN_CHUNK}",
     **OF_CHUNKS,
     needs="prefill_budget",
 )
@@ -120,8 +121,8 @@ POOLING: Any = option(
 def defaults(config: "RetrievalConfig") -> dict[str, float]:
     """Options of chunks of prompts that the user leaves out."""
     if config.own.prompts_select == "tokens":
-        return {"prefill_chunk": choices.DEFAULT_CHUNK, "prefill_share": 0.0}
-    chunk = config.prefill_chunk or max(choices.DEFAULT_BLOCK, config.page_size)
+        return {"prefill_chunk": choices.DEFAULT_TOKEN_CHUNK, "prefill_share": 0.0}
+    chunk = config.prefill_chunk or max(choices.DEFAULT_PAGE_CHUNK, config.page_size)
     return {
         "prefill_chunk": chunk,
         "prefill_share": 0.0,
@@ -157,7 +158,7 @@ def check(config: "RetrievalConfig") -> None:
         if chunk < WINDOW:
             raise RetrievalConfigError(
                 f"prefill_chunk={chunk} must be {WINDOW} or more: filters select by so many "
-                f"queries of a chunk. Try {choices.DEFAULT_CHUNK}, or leave it out."
+                f"queries of a chunk. Try {choices.DEFAULT_TOKEN_CHUNK}, or leave it out."
             )
         return
     _ = config.prompt_shares  # refuses values that are no shares

@@ -1,58 +1,111 @@
 """Attention of one layer."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter_ns
 from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.attend import AttendingLayer
-from vllm_kvretrieval.attention.cpu.plans import RetrievalMetadata, Split
+from vllm_kvretrieval.attention.cpu.plans import Prefill, RetrievalMetadata, Whole
+from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.support import check_impl
-from vllm_kvretrieval.kernels import Chooser, IndexRecords, Ops
-from vllm_kvretrieval.methods import LayerMethod, LayerWatcher
-from vllm_kvretrieval.storage import LayerStorage
+from vllm_kvretrieval.kernels import (
+    Chooser,
+    IndexRecords,
+    Ops,
+    PromptLists,
+    Remainder,
+    TokenLists,
+    cpu,
+)
+from vllm_kvretrieval.methods import DecodePlan, LayerMethod, LayerWatcher
+from vllm_kvretrieval.methods.base import WHOLE
+from vllm_kvretrieval.storage import IN_PLACE, LayerStorage, Part
 
 
-class RetrievalAttentionImpl(AttendingLayer):
+class Durations:
+    """How long the layers of a worker plan decode steps, and wait for what they have chosen.
+
+    Attributes:
+        planning: Nanoseconds in which layers chose what to attend to.
+        waiting: Nanoseconds in which they brought what they had chosen to where it is read.
+    """
+
+    def __init__(self) -> None:
+        self.planning = self.waiting = 0
+
+    def note(self, began: int, planned: int) -> None:
+        """Note a layer's step that ends now.
+
+        Args:
+            began: When it began to choose, by ``perf_counter_ns``.
+            planned: When it had chosen.
+        """
+        self.planning += planned - began
+        self.waiting += perf_counter_ns() - planned
+
+    def take(self) -> dict[str, int]:
+        """Microseconds since the last call, by the names of their metrics."""
+        taken = {"planning_us": self.planning // 1000, "waiting_us": self.waiting // 1000}
+        self.planning %= 1000
+        self.waiting %= 1000
+        return taken
+
+
+class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; decode rows of a retrieval layer attend to lists of their own.
 
     Attributes:
-        choosers: How the layer selects, by the number of the method; empty in a dense layer. Set by
-            the worker once the KV cache is allocated.
+        kernels: Implementation of the ops.
+        choosers: How the layer selects, by the number of the method; empty in a dense layer.
         indexes: The page indexes that these have, each once.
+        methods: How the layer comes to what rows and chunks of prompts attend to, by the number of
+            the method; empty in a dense layer.
         watchers: Methods that look at the layer's attention after it, by their numbers.
+        staging: Where contexts of prompts are laid out; None: they are read where they are.
+        storage: Where the layer's KV is.
+        durations: How long decode steps take to choose and to bring what is attended to.
     """
+
+    kernels: Ops = cpu
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_impl(self)
         self.choosers: list[Chooser] = []
         self.indexes: list[IndexRecords] = []
+        self.methods: list[LayerMethod] = []
         self.watchers: dict[int, LayerWatcher] = {}
+        self.staging: PrefillStaging | None = None
+        self.storage: LayerStorage = IN_PLACE
+        self.durations = Durations()
 
     def attach(
         self,
-        kernels: Ops,
-        choosers: list[Chooser],
         methods: list[LayerMethod],
         kv_cache: torch.Tensor,
         staging: PrefillStaging | None,
         storage: LayerStorage,
+        durations: Durations,
     ) -> None:
         """Make this a retrieval layer.
 
         Args:
-            kernels: Implementation of the ops.
-            choosers: Freshly made, by the number of the method; one at least.
-            methods: The methods in this layer; see :func:`layer_methods`.
+            methods: The methods in this layer, freshly made; see :func:`layer_methods`.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             staging: What the metadata builder plans prefill with.
             storage: Where ``kv_cache`` is.
+            durations: Those of all layers.
 
         Raises:
             ValueError: vLLM's pages are not those of a page index.
         """
+        choosers = [method.chooser for method in methods[:WHOLE]]
         pages, kv_heads, page_size, _ = kv_cache.shape
         for store in (chooser.store for chooser in choosers):
             if (pages, kv_heads, page_size) != (store.pages, store.kv_heads, store.page_size):
@@ -61,8 +114,8 @@ class RetrievalAttentionImpl(AttendingLayer):
                     f"match a page index for {store.pages} of {store.kv_heads} and "
                     f"{store.page_size}"
                 )
-        self.kernels, self.choosers, self.methods = kernels, choosers, methods
-        self.staging, self.storage = staging, storage
+        self.choosers, self.methods = choosers, methods
+        self.staging, self.storage, self.durations = staging, storage, durations
         for number, method in enumerate(methods):
             if isinstance(method, LayerWatcher):
                 self.watchers[number] = method
@@ -104,36 +157,235 @@ class RetrievalAttentionImpl(AttendingLayer):
         )  # fmt: skip
         if not isinstance(attn_metadata, RetrievalMetadata):
             return by_vllm()
-        split = attn_metadata.split
+        split, full = attn_metadata.split, attn_metadata.full
+        step = layer, query, key, value, kv_cache
         with self.storage.contexts(attn_metadata.reads):
             if pages := attn_metadata.loaded:
                 # Where keys are in an unknown layout, bounds of a copied page stay too wide.
                 for store in (store for store in self.indexes if store.cache is not None):
                     self.kernels.index_pages(pages.ids, pages.lengths, store)
             if self.choosers and split is not None:
-                self._attend_in_parts(layer, query, key, value, kv_cache, split, output)
-            elif attn_metadata.full is not None:
-                self._attend_fully(layer, query, kv_cache, attn_metadata.full, output)
+                for plan in split.decode:
+                    self._attend_to_plan(query, output, plan, self.methods[plan.method])
+                if split.whole is not None:
+                    self._attend_to_all(*step, split.whole, output)
+                for part in split.prefill:
+                    self._attend_to_part(*step, part, output)
+            elif full is not None:
+                if full.rows is not None:
+                    self._attend_to_rows(layer, query, kv_cache, full.rows, output)
+                if full.prompts is not None:
+                    self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
             else:
                 by_vllm()
             for number, watcher in self.watchers.items():
                 watcher.watch(query, kv_cache, attn_metadata.seen.get(number), split)
         return output
 
-    def _attend_in_parts(
+    @property
+    def _sinks(self) -> torch.Tensor | None:
+        """float32 [num_heads]; the layer's learned attention sinks."""
+        return None if self.sinks is None else self.sinks.detach().float()
+
+    def _layout(self, layer: Any) -> str:
+        """How the layer's KV cache holds keys."""
+        return cpu.ROWS if self.storage.token_major else layer.isa
+
+    def _attend_to_all(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        split: Split,
+        whole: Whole,
         output: torch.Tensor,
     ) -> None:
-        """Decode rows, then prefill."""
-        for plan in split.decode:
-            self._attend_to_plan(query, output, plan, self.methods[plan.method])
-        if split.whole is not None:
-            self._attend_to_all(layer, query, key, value, kv_cache, split.whole, output)
-        for part in split.prefill:
-            self._attend_to_part(layer, query, key, value, kv_cache, part, output)
+        """Rows of one token, over whole contexts."""
+        index, by = whole.index, whole.by
+        if isinstance(by, TokenLists):
+            rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
+            attended = output[rows]
+            self._attend_to_rows(layer, query[rows], kv_cache, by, attended)
+        elif index is None:
+            super().forward(layer, query, key, value, kv_cache, by, output)
+            return
+        else:
+            attended = torch.empty(len(index), *output.shape[1:], dtype=output.dtype)
+            # Keys and values are read from the cache.
+            super().forward(layer, query[index], key, value, kv_cache, by, attended)
+        if index is not None:
+            output[index] = attended
+
+    def _attend_to_part(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: Prefill,
+        output: torch.Tensor,
+    ) -> None:
+        """Prompts, over their contexts up to each of their tokens."""
+        if (chunks := part.chunks) is not None:
+            lists = self.methods[chunks.method].prompt(self.kernels, query, chunks)
+            if isinstance(lists, PromptLists):
+                part = replace(part, by=lists)
+        context, new = self._stage(kv_cache, part), part.tokens
+        if isinstance(part.by, PromptLists):
+            self._attend_to_prompts(layer, query, context, part, output)
+        else:
+            super().forward(layer, query[new], key[new], value[new], context, part.by, output[new])
+
+    def _attend_to_prompts(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        context: torch.Tensor,
+        part: Prefill,
+        output: torch.Tensor,
+    ) -> None:
+        """Prompts by our own kernel; ``context`` is the KV cache, or what is staged of it."""
+        assert isinstance(part.by, PromptLists)
+        layout = self._layout(layer) if part.in_cache else layer.isa
+        new = part.tokens
+        self.kernels.attend_prompt(
+            query[new],
+            part.by,
+            context,
+            output[new],
+            layout,
+            self.scale,
+            softcap=self.logits_soft_cap,
+            sinks=self._sinks,
+        )
+
+    def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
+        """Where the context of prompts is read."""
+        if part.in_cache:
+            return kv_cache
+        staging = self.staging
+        assert staging is not None
+        if part.gathered is not None:
+            self.kernels.stage_tokens(kv_cache, part.gathered, staging.buffer, staging.isa)
+            return staging.buffer
+        assert part.staged is not None, "else it is in the cache"
+        buffer = staging.buffer if part.chunks is None else staging.pages
+        self.storage.lay_out(part.staged, buffer, staging.isa)
+        return buffer
+
+    def _attend_to_rows(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lists: TokenLists,
+        output: torch.Tensor,
+    ) -> None:
+        """Rows of one token by our own kernel, over whole contexts in the KV cache."""
+        units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
+        self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
+
+    def _attend_to_plan(
+        self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod
+    ) -> None:
+        """Decode rows: every (row, KV head) has a list of its own."""
+        count, index = len(plan.rows), plan.index
+        query = query[:count] if index is None else query[index]
+        attended = output[:count] if index is None else torch.empty_like(query)
+        began = perf_counter_ns()
+        remainder = method.choose(self.kernels, query, plan)
+        planned = perf_counter_ns()
+        parts = self.storage.reach(plan.rows, plan.lists, method.ready)
+        self.durations.note(began, planned)
+        self.storage.ahead(plan.rows, method.chooser)
+        if plan.schedule is not None:
+            self._attend_by_vllm(query, parts[0], plan.schedule, attended)
+        else:
+            weights = method.weights(query)
+            layout = method.chooser.store.layout
+            self._attend_to_reached(query, parts, attended, layout, weights, remainder)
+            if weights is not None:
+                method.attended(plan, weights)
+        if index is not None:
+            output[index] = attended
+
+    def _attend_to_reached(
+        self,
+        query: torch.Tensor,
+        parts: Sequence[Part],
+        output: torch.Tensor,
+        layout: str,
+        weights: torch.Tensor | None = None,
+        remainder: Remainder | None = None,
+    ) -> None:
+        """Rows of one token by our own kernel, over parts of one softmax.
+
+        A part takes what was attended to before as its remainder, in float32, the first one that of
+        the method.
+        Learned sinks go with the first part. Weights are asked for of a single part only.
+        """
+        assert weights is None or len(parts) == 1
+        sinks, (*before, last) = self._sinks, parts
+        for part in before:
+            own, lse = torch.empty(query.shape), torch.empty(query.shape[:2])
+            self._attend(query, part, own, layout, sinks, lse, None, remainder)
+            sinks, remainder = None, Remainder(own, lse)
+        self._attend(query, last, output, layout, sinks, None, weights, remainder)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        part: Part,
+        output: torch.Tensor,
+        layout: str,
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        remainder: Remainder | None = None,
+    ) -> None:
+        """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
+        if part.wait is not None:
+            part.wait()
+        self.kernels.attend(
+            query,
+            part.lists,
+            part.units,
+            output,
+            layout,
+            self.scale,
+            lse=lse,
+            weights=weights,
+            softcap=self.logits_soft_cap,
+            sinks=sinks,
+            remainder=remainder,
+        )
+
+    def _attend_by_vllm(
+        self, query: torch.Tensor, part: Part, schedule: Schedule, output: torch.Tensor
+    ) -> None:
+        """Attend by vLLM's kernel: to keys laid out for AMX, and in layouts that only vLLM reads.
+
+        Every KV head is a sequence of its own then, so there are no sinks of single heads.
+        """
+        units = part.units
+        single_heads = units.view(len(units), 1, -1, self.head_size)
+        keys, values = single_heads.chunk(2, dim=2)
+        shape = (len(schedule.seq_lens), -1, self.head_size)
+        ops.cpu_attention_with_kv_cache(
+            query=query.reshape(shape),
+            key_cache=keys,
+            value_cache=values,
+            output=output.view(shape),
+            query_start_loc=schedule.query_start_loc,
+            seq_lens=schedule.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=part.lists.entries,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=schedule.scheduler_metadata,
+            s_aux=None,
+        )

@@ -10,14 +10,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvretrieval.attention.cpu.loaded import loaded_pages
-from vllm_kvretrieval.attention.cpu.plans import Full, RetrievalMetadata, Split, Whole
-from vllm_kvretrieval.attention.cpu.prompts import PromptPlanner
-from vllm_kvretrieval.attention.cpu.rows import RowPlanner, see_step
-from vllm_kvretrieval.attention.cpu.schedules import Scheduler, without_schedule
+from vllm_kvretrieval.attention.cpu.plans import Full, Pages, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner
 from vllm_kvretrieval.kernels import TokenLists
-from vllm_kvretrieval.methods import GroupFacts, group_methods
+from vllm_kvretrieval.methods import GroupFacts
 from vllm_kvretrieval.storage import Memory, StepContexts, Storage
 
 if TYPE_CHECKING:
@@ -67,12 +65,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         most, heads = requests.capacity * self.num_kv_heads, self.num_kv_heads
         lists = torch.empty(most, requests.room.listed, dtype=torch.int32)
         lengths = torch.empty(most, dtype=torch.int32)
-        self.facts = GroupFacts(requests, page_size, heads, lists, lengths)
-        self.methods = group_methods(self.facts)
-        self.scheduler = Scheduler(self, most)
-        self.rows = RowPlanner(self.facts, self.methods, self.scheduler, storage.in_place, attends)
-        by_vllm = None if own else self.scheduler
-        self.prompts = PromptPlanner(requests, by_vllm, staging, storage.in_place, heads)
+        facts = GroupFacts(requests, page_size, heads, lists, lengths)
+        self.schedules = Schedules(self, most)
+        self.planner = StepPlanner(
+            requests, facts, self.schedules, staging, storage.in_place, attends, own
+        )
 
     def build(
         self,
@@ -104,7 +101,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.full = self._full(dense)
         requests.set_batch(common_attn_metadata)
         lens, before = _lengths(dense)
-        metadata.seen = see_step(self.methods, requests, dense, before)
+        metadata.seen = self.planner.see(dense, before)
         if not requests.foreseen.now:
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.storage.token_major and not self.own:
@@ -126,7 +123,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if count:
             rows = self._all_pages(dense.seq_lens[:count], dense.block_table[:count])
         if count < len(dense.seq_lens):
-            prompts = self.prompts.in_cache(dense, slice(count, len(dense.seq_lens)))
+            prompts = self.planner.in_cache(dense, slice(count, len(dense.seq_lens)))
         return Full(rows, prompts)
 
     def _contexts(
@@ -153,16 +150,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,
-            most_pages=self.rows.budget_pages,
+            most_pages=self.planner.budget_pages,
         )
 
     def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
-        prompts = self.prompts.places(dense, rows)
-        prefill = self.prompts.plan(dense, prompts)
-        decode, others = self.rows.plan(common, dense, rows, prompts[prompts < rows])
+        prompts = self.planner.reading(dense, rows)
+        prefill = self.planner.prompts(dense, prompts)
+        decode, others = self.planner.rows(common, dense, rows, prompts[prompts < rows])
         if not self.storage.in_place:
-            alone = [self.prompts.row(dense, row) for row in others.tolist()]
+            alone = [self.planner.row(dense, row) for row in others.tolist()]
             return Split(prompts, decode, None, alone + prefill)
         in_place = all(part.in_place for part in prefill)
         if not decode and in_place and (self.own or not self.storage.token_major):
@@ -182,7 +179,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lens, table = dense.seq_lens[rows], dense.block_table[rows]
         if self.storage.token_major or self.own:
             return self._all_pages(lens, table)
-        return self.scheduler.of_rows(dense, lens, table)
+        return self.schedules.of_rows(dense, lens, table)
 
     def _all_pages(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TokenLists:
         lengths = seq_lens.repeat_interleave(self.num_kv_heads)
@@ -199,3 +196,40 @@ def _lengths(dense: CPUAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each request's context with this step, and before it."""
     lens = dense.seq_lens.numpy()
     return lens, lens - np.diff(dense.query_start_loc.numpy())
+
+
+def loaded_pages(
+    requests: "RequestTable",
+    lens: np.ndarray,
+    before: np.ndarray,
+    block_table: torch.Tensor,
+    page_size: int,
+) -> Pages | None:
+    """Pages that requests have brought into a step and whose indexes are to be built.
+
+    A KV connector has filled some. And a context that ends within a page may end in a copy, whose
+    index covers all that its source holds.
+
+    Args:
+        requests: Table of the running requests.
+        lens: int32 [R]; tokens of each context with the step.
+        before: int32 [R]; tokens of each context before it.
+        block_table: int32 [R, >= pages]; page ids in context order.
+        page_size: Tokens per page.
+    """
+    arrived = [r in requests.arrived for r in requests.batch[: len(lens)]]
+    rows = np.flatnonzero(arrived & (before > 0))
+    if not len(rows):
+        return None
+    table = block_table.numpy()[rows]
+    position = np.arange(table.shape[1]) * page_size
+    row, place = np.nonzero(position < before[rows][:, None])
+    unindexed = position[place] + page_size > before[rows][row]
+    if requests.loaded is not None:
+        unindexed |= requests.loaded.among(table[row, place])
+    row, place = row[unindexed], place[unindexed]
+    if not len(row):
+        return None
+    ids, first = np.unique(table[row, place], return_index=True)
+    lengths = np.minimum(lens[rows][row] - position[place], page_size)[first]
+    return Pages(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)))

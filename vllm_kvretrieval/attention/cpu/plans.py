@@ -1,17 +1,14 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_kvretrieval.attention.cpu.blocks import Blocks
-from vllm_kvretrieval.attention.cpu.chunks import Chunks
-from vllm_kvretrieval.attention.cpu.loaded import Pages
 from vllm_kvretrieval.kernels import PromptLists, TokenLists
-from vllm_kvretrieval.methods.base import DecodePlan
+from vllm_kvretrieval.methods import Chunks, DecodePlan
 
 
 @dataclass
@@ -40,33 +37,41 @@ class Prefill:
         by: Where vLLM's kernel attends, its metadata for them alone; where ours does, their lists.
             Tokens are counted from ``start``.
         staged: The pages to copy into the staging buffer, which is then read, as
-            :class:`StagedContext` has them; None where the cache itself is.
-        chunks: Where other layers select for prompts, what to copy there instead; ``by`` is of
-            these.
-        blocks: Where prompts select pages themselves, what selects; ``by`` are its lists.
+            :class:`StagedContext` has them; None where the cache itself is, or what is selected.
+        chunks: Where prompts select what they attend to, their chunks. Lists of pages take the
+            place of ``by``; tokens are laid out in the staging buffer, and ``by`` is of these.
     """
 
     start: int
     by: CPUAttentionMetadata | PromptLists
-    staged: torch.Tensor | None
-    chunks: Chunks | None = None
-    blocks: Blocks | None = None
+    staged: torch.Tensor | None = None
+    chunks: Chunks[Any] | None = None
 
     @property
     def in_place(self) -> bool:
         """Whether the prompts attend to whole contexts where these are."""
-        return self.in_cache and self.blocks is None
+        return self.staged is None and self.chunks is None
 
     @property
     def in_cache(self) -> bool:
         """Whether the KV cache itself is read, all of it or pages of it."""
-        return self.staged is None and self.chunks is None
+        return self.staged is None and self.gathered is None
+
+    @property
+    def gathered(self) -> TokenLists | None:
+        """Tokens that are laid out in the staging buffer, which is then read; None: none are."""
+        lists = None if self.chunks is None else self.chunks.lists
+        return lists if isinstance(lists, TokenLists) else None
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """int32 [n + 1]; the first token of each request, or chunk, counted from ``start``."""
+        return self.by.starts if isinstance(self.by, PromptLists) else self.by.query_start_loc
 
     @property
     def tokens(self) -> slice:
         """The rows' tokens in the batch."""
-        starts = self.by.starts if isinstance(self.by, PromptLists) else self.by.query_start_loc
-        return slice(self.start, self.start + int(starts[-1]))
+        return slice(self.start, self.start + int(self.starts[-1]))
 
 
 @dataclass
@@ -100,6 +105,18 @@ class Split:
     decode: list[DecodePlan]
     whole: Whole | None
     prefill: list[Prefill]
+
+
+class Pages(NamedTuple):
+    """Pages of some requests' contexts that something else than the model has filled.
+
+    Attributes:
+        ids: int32 [n]; each page once.
+        lengths: int32 [n]; tokens in each.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass

@@ -25,7 +25,7 @@ class Schedule(NamedTuple):
     scheduler_metadata: torch.Tensor
 
 
-class Scheduler:
+class Schedules:
     """Makes schedules for the layers of a metadata builder.
 
     Args:

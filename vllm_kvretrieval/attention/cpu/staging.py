@@ -105,7 +105,7 @@ class PrefillStaging:
         return [self._lay_out(table, lens, blocks, slice(0, len(blocks)))]
 
     def turns(self, blocks: np.ndarray) -> list[slice]:
-        """Adjacent requests, as many together as fit; one does."""
+        """Adjacent contexts of so many blocks, as many together as fit; one does."""
         firsts, room = list[int](), 0
         for request, count in enumerate(blocks.tolist()):
             if count > room:
@@ -127,15 +127,19 @@ class PrefillStaging:
         if self.encoded:  # nor has it to be read
             for own, count in zip(pages, counts, strict=True):
                 own[count:] = -1
-        starts = np.cumsum(blocks) - blocks
-        staged = starts[:, None] + np.arange(blocks.max())
         return StagedContext(
             requests,
             torch.from_numpy(np.concatenate(pages)).to(
                 torch.int64 if self.encoded else torch.int32
             ),
-            torch.from_numpy(np.minimum(staged, len(self.buffer) - 1).astype(np.int32)),
+            self.block_table(blocks),
         )
+
+    def block_table(self, blocks: np.ndarray) -> torch.Tensor:
+        """int32 [n, >= blocks]; where contexts of so many blocks lie, one after the other."""
+        starts = np.cumsum(blocks) - blocks
+        staged = starts[:, None] + np.arange(blocks.max())
+        return torch.from_numpy(np.minimum(staged, len(self.buffer) - 1).astype(np.int32))
 
 
 def staging_for(

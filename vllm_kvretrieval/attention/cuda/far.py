@@ -10,7 +10,8 @@ from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.types import Chooser
+from vllm_kvretrieval.kernels.types import Selection
+from vllm_kvretrieval.methods import DeviceMethod
 
 MISSED_PROGRAMS = 64
 """The largest number of programs that recall the units that a step waits for."""
@@ -119,7 +120,7 @@ class FarLayer:
         value: torch.Tensor,
         rows: DeviceRows,
         requests: DeviceRequests,
-        choosers: Sequence[Chooser],
+        methods: Sequence[DeviceMethod],
         plan: DevicePlan,
         partial: DecodeWorkspace,
         lse: torch.Tensor,
@@ -133,7 +134,8 @@ class FarLayer:
             query, output: [tokens, heads, head_size]; ``output`` is written.
             key, value: [tokens, kv_heads, head_size]; of this step, at home already.
             rows: The rows as ``prepare_rows`` left them, with ``far``.
-            requests, choosers: The layer's requests and choosers.
+            requests: The layer's requests.
+            methods: How rows come to what they attend to.
             plan: With positions; written.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
@@ -141,16 +143,19 @@ class FarLayer:
         """
         tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
         ops.write_tail(key, value, rows, self._residency, self.slots)
-        ops.plan_decode(query, rows, requests, choosers, plan)
+        for method in methods:
+            method.choose(ops, query, rows, requests, plan)
         lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
         ops.resolve(plan, rows, self._residency, self._missed, lists, page_size)
         self._recall(self._missed, MISSED_PROGRAMS)
-        tier.side.submit(lambda: self._recall_ahead(choosers[0], rows, requests))
+        tier.side.submit(lambda: self._recall_ahead(methods[0].selection, rows, requests))
         ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial, **rules)
 
-    def _recall_ahead(self, chooser: Chooser, rows: DeviceRows, requests: DeviceRequests) -> None:
+    def _recall_ahead(
+        self, selection: Selection, rows: DeviceRows, requests: DeviceRequests
+    ) -> None:
         self._tier.ops.resolve_ahead(
-            chooser.selection,
+            selection,
             rows,
             requests,
             self._residency,

@@ -12,6 +12,7 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.support import check_impl
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
+from vllm_kvretrieval.methods import DeviceMethod
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -24,7 +25,8 @@ class RetrievalAttentionImpl(AttentionImpl):
     Attributes:
         dense: vLLM's backend for whole contexts.
         half: The dense half's implementation.
-        choosers: How the layer selects pages, by the number of the method; empty in a dense layer.
+        methods: How rows come to what they attend to; empty in a dense layer.
+        choosers: What the layer selects with, by the number of the method.
         indexes: The page indexes that these have, each once.
     """
 
@@ -72,6 +74,7 @@ class RetrievalAttentionImpl(AttentionImpl):
     def detach(self) -> None:
         """Make this a dense layer, as it is at first, which holds on to no tensor."""
         self.ops: Any = None
+        self.methods: Sequence[DeviceMethod] = ()
         self.choosers: Sequence[Chooser] = ()
         self.indexes: list[IndexRecords] = []
         self.requests: DeviceRequests | None = None
@@ -82,6 +85,7 @@ class RetrievalAttentionImpl(AttentionImpl):
     def attach(
         self,
         ops: Any,
+        methods: Sequence[DeviceMethod],
         choosers: Sequence[Chooser],
         cache: torch.Tensor,
         requests: DeviceRequests,
@@ -92,7 +96,8 @@ class RetrievalAttentionImpl(AttentionImpl):
 
         Args:
             ops: Implementation of :class:`DeviceOps` and of ``SlotOps.sparse_decode``.
-            choosers: Freshly made, by the number of the method; one at least.
+            methods: The families of the engine's methods, in this layer; one at least.
+            choosers: Freshly made, by the number of the method.
             cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             requests: The requests of the layer's group.
             workspace: The workspace that layers of this shape share.
@@ -101,7 +106,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         pages, kv_heads, page_size, row = cache.shape
         for store in (chooser.store for chooser in choosers):
             assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
-        self.ops, self.choosers, self.requests = ops, choosers, requests
+        self.ops, self.methods, self.choosers, self.requests = ops, methods, choosers, requests
         self.workspace, self.far = workspace, far
         self.units = cache.view(pages * kv_heads, page_size, row)
         kept = (c.store for c in choosers if c.store.records.numel())
@@ -116,7 +121,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values to the cache, and take them into the layer's indexes."""
-        if self.choosers:
+        if self.methods:
             self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes)
         else:
             self.half.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -135,7 +140,7 @@ class RetrievalAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See ``AttentionImpl.forward``; ``query`` and ``output``: [tokens, heads, head_size]."""
         scales, step = (output_scale, output_block_scale), attn_metadata
-        if step is None or step.rows is None or not self.choosers:
+        if step is None or step.rows is None or not self.methods:
             whole = None if step is None else step.whole
             self.half.forward(layer, query, key, value, kv_cache, whole, output, *scales)
             return output
@@ -168,7 +173,7 @@ class RetrievalAttentionImpl(AttentionImpl):
                 value,
                 rows,
                 self.requests,
-                self.choosers,
+                self.methods,
                 plan,
                 partial,
                 lse,
@@ -177,7 +182,8 @@ class RetrievalAttentionImpl(AttentionImpl):
                 **self._rules,
             )
             return
-        self.ops.plan_decode(query, rows, self.requests, self.choosers, plan)
+        for method in self.methods:
+            method.choose(self.ops, query, rows, self.requests, plan)
         pairs = len(lse)
         self.ops.sparse_decode(
             query,

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvretrieval.engine.requests import RequestTable
-from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
+from vllm_kvretrieval.kernels import Chooser, Selection, cpu
+from vllm_kvretrieval.methods.choosers import layer_choosers
+from vllm_kvretrieval.methods.page_chunks import ChunkSelection
 from vllm_kvretrieval.retrieval.index.check import check_outside
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ class Choosers:
 
     def __init__(self, worker: "PlanningWorker", requests: RequestTable) -> None:
         self._worker, self._requests = worker, requests
-        self._for_blocks: dict[Any, Selection] = {}  # by the shape of layers, which share it
+        self._for_chunks: dict[Any, Selection] = {}  # by the shape of layers, which share it
 
     def of(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
         """How a layer selects, by the number of the method.
@@ -35,85 +37,42 @@ class Choosers:
         """
         config, requests = self._worker.retrieval_config, self._requests
         heads = self._worker.retrieval_heads[name]
-        shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         check_outside(config.index_kinds, impl.head_size, kv_cache.dtype)
         selection = Selection.empty(
             seats=self._worker.seats,
+            kv_heads=impl.num_kv_heads,
             group=impl.num_queries_per_kv,
+            head_size=impl.head_size,
             most_selected=self._worker.room.most_chosen(heads),
             dtype=kv_cache.dtype,
             counts=None if requests.selected is None else requests.selected[:, heads],
-            **shape,
         )
-        indexes = {
-            (index, tokens): IndexRecords.empty(
-                index,
-                pages=kv_cache.shape[0],
-                page_size=config.page_size,
-                entry_tokens=tokens,
-                dtype=kv_cache.dtype,
-                cache=kv_cache if layout in cpu.LAYOUTS else None,
-                layout=layout,
-                means=means,
-                **shape,
-            )
-            for index, tokens, means in [
-                *((kind.index, kind.entry_tokens, kind.means > 0) for kind in config.index_kinds),
-                *((None, m.entry_tokens, False) for m in config.methods.values() if not m.index),
-            ]
-        }
-        return [
-            Chooser(
-                indexes[m.index, m.entry_tokens],
-                selection,
-                m.pooling,
-                impl.scale,
-                m.rerank,
-                m.remainder,
-                m.outliers,
-            )
-            for m in config.methods.values()
-        ]
+        readable = layout in cpu.LAYOUTS
+        return layer_choosers(config, selection, kv_cache, layout, impl.scale, readable=readable)
 
-    def for_blocks(
-        self, impl: Any, kv_cache: torch.Tensor, choosers: list[Chooser]
-    ) -> dict[int, Chooser]:
-        """How a layer selects for blocks of prompts, by the number of the method.
+    def for_chunks(self, name: str, impl: Any, dtype: torch.dtype) -> ChunkSelection | None:
+        """What a layer selects with for chunks of prompts; None: these select no pages.
 
         Args:
-            impl: The layer's attention.
-            kv_cache: See :meth:`of`.
-            choosers: What that returned.
+            name, impl: As for :meth:`of`.
+            dtype: Of the KV cache.
         """
-        config = self._worker.retrieval_config
-        if config.prefill_queries is None:
-            return {}
+        worker, queries = self._worker, self._worker.retrieval_config.prefill_queries
+        if queries is None:
+            return None
         shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
-        if shape not in self._for_blocks:
-            kv_heads, group, head_size = shape
-            counts = None
-            if self._worker.prompt_shares:  # each layer writes its own
-                counts = torch.zeros(self._worker.most_pieces, kv_heads, dtype=torch.int32)
-            self._for_blocks[shape] = Selection.empty(
-                seats=self._worker.most_pieces,
+        if shape not in self._for_chunks:
+            (kv_heads, group, head_size), counts = shape, None
+            if worker.prompt_shares:  # each layer writes its own
+                counts = torch.zeros(worker.most_chunks, kv_heads, dtype=torch.int32)
+            self._for_chunks[shape] = Selection.empty(
+                seats=worker.most_chunks,
                 kv_heads=kv_heads,
-                group=group * config.prefill_queries,
+                group=group * queries,
                 head_size=head_size,
-                most_selected=self._worker.most_piece_pages,
-                dtype=kv_cache.dtype,
+                most_selected=worker.most_chunk_pages,
+                dtype=dtype,
                 counts=counts,
             )
-        selection = self._for_blocks[shape]
-        return {
-            number: Chooser(
-                chooser.store,
-                selection,
-                config.pools_blocks_by(method),
-                chooser.scale,
-                outliers=chooser.outliers,
-            )
-            for number, (method, chooser) in enumerate(
-                zip(config.methods.values(), choosers, strict=True)
-            )
-            if method.prompts_select == "pages"
-        }
+        late, shares = name in worker.late_layers, worker.prompt_shares.get(name)
+        return ChunkSelection(self._for_chunks[shape], late, shares)

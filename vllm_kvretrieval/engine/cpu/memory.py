@@ -11,11 +11,8 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvretrieval.attention.cpu.blocks import is_late
-from vllm_kvretrieval.attention.cpu.division import Divisor
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
-from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -26,7 +23,10 @@ from vllm_kvretrieval.engine.memory import (
     workers_here,
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
+from vllm_kvretrieval.methods.division import ChunkPlanner
+from vllm_kvretrieval.methods.page_chunks import PromptReads, is_late
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
@@ -257,15 +257,15 @@ class PlanningWorker(CPUWorker):
         return [name for name in names if numbers.get(name) in found]
 
     @property
-    def most_pieces(self) -> int:
-        """Most chunks or blocks of prompts in a step."""
+    def most_chunks(self) -> int:
+        """Most chunks of prompts in a step."""
         tokens = self.scheduler_config.max_num_batched_tokens
-        return Divisor(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
+        return ChunkPlanner(self.retrieval_config).most(tokens, requests_at_once(self.vllm_config))
 
     @property
-    def most_piece_pages(self) -> int:
+    def most_chunk_pages(self) -> int:
         """Most pages before one of them that it attends to."""
-        divisor, longest = Divisor(self.retrieval_config), self.model_config.max_model_len
+        divisor, longest = ChunkPlanner(self.retrieval_config), self.model_config.max_model_len
         return divisor.most_attended(longest, self.prompt_reads.highest)
 
     @property
@@ -289,17 +289,18 @@ class PlanningWorker(CPUWorker):
     def _scratch_bytes(self) -> int:
         """Bytes of the memory in which layers choose; see :meth:`Family.scratch_bytes`."""
         model, config = self.model_config, self.retrieval_config
-        blocks = config.prefill_queries is not None
+        pages = config.prefill_queries is not None
         size = WorkSize(
+            scratch=cpu.scratch_bytes,
             tokens=model.max_model_len,
             heads=model.get_num_attention_heads(self.parallel_config),
             kv_heads=model.get_num_kv_heads(self.parallel_config),
             head_size=model.get_head_size(),
             dtype=model.dtype,
             rows=requests_at_once(self.vllm_config),
-            pieces=self.most_pieces if blocks else 0,
-            piece_queries=config.prefill_queries or 0,
-            piece_pages=self.most_piece_pages if blocks else 0,
+            chunks=self.most_chunks if pages else 0,
+            chunk_queries=config.prefill_queries or 0,
+            chunk_pages=self.most_chunk_pages if pages else 0,
         )
         return scratch_bytes(config.methods.values(), size)
 

@@ -13,8 +13,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval import compat
-from vllm_kvretrieval.attention.cpu.durations import Durations
-from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
+from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.cpu.support import ATTENDED
@@ -35,7 +34,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.kernels.cpu import MappingGuard
 from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
-from vllm_kvretrieval.methods.prompts import Heads
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
@@ -146,7 +145,7 @@ class RetrievalCPUWorker(StoringWorker):
         self._use_huge_pages()
         config = self.retrieval_config
         layers = self.vllm_config.compilation_config.static_forward_context
-        groups = self._groups(layers)
+        groups = self._groups()
         isas = {group.builder.isa for group in groups}
         impls = [layers[name].impl for group in groups for name in group.names]
         capped, sinks = check_logits(self, impls, isas)
@@ -158,7 +157,7 @@ class RetrievalCPUWorker(StoringWorker):
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
         check_layers(self, {name for group in groups for name in group.names})
-        own_heads = Heads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
+        own_heads = LocalHeads([*self.retrieval_heads.values()], self._over_workers(ReduceOp.SUM))
         self.requests = RequestTable(
             config,
             self.seats,
@@ -198,7 +197,7 @@ class RetrievalCPUWorker(StoringWorker):
             get_kv_transfer_group().report(self.seats, lost, self._take_stats, store)
         log_start(self, [*self.retrieval_layers.values()], len(layers))
 
-    def _groups(self, layers: dict[str, Any]) -> list[Group]:
+    def _groups(self) -> list[Group]:
         """The layers with plain full attention, by metadata builder."""
         stagings: dict[Any, PrefillStaging | None] = {}
         groups = []
@@ -213,8 +212,6 @@ class RetrievalCPUWorker(StoringWorker):
                 stagings[shape] = self._staging(builder)
             names = self.retrieving(group.layer_names)
             groups.append(Group(builder, stagings[shape], names, group.layer_names))
-            for name in group.layer_names:
-                layers[name].impl.kernels = cpu
         return groups
 
     def _staging(self, builder: RetrievalMetadataBuilder) -> PrefillStaging | None:
@@ -287,11 +284,11 @@ class RetrievalCPUWorker(StoringWorker):
         choosers = self.choosers.of(name, impl, kv_cache, layout)
         storage = self.storage.layer(LayerPlace(name, kv_cache, layout, cpu))
         number = [*self.retrieval_heads].index(name)
-        facts = LayerFacts(number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale)
-        impl.attach(cpu, choosers, layer_methods(facts, choosers), kv_cache, staging, storage)
-        impl.durations = self.durations
-        impl.late, impl.prompt_shares = name in self.late_layers, self.prompt_shares.get(name)
-        impl.block_choosers = self.choosers.for_blocks(impl, kv_cache, choosers)
+        chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
+        facts = LayerFacts(
+            number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
+        )
+        impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
@@ -305,7 +302,7 @@ class RetrievalCPUWorker(StoringWorker):
             room=self.room,
             roles=self.roles,
             seats=self.seats,
-            most_chunks=self.most_pieces if config.prefill_budget is not None else 0,
+            most_chunks=self.most_chunks if config.prefill_budget is not None else 0,
             over_workers=self._over_workers,
         )
         connect_layers(

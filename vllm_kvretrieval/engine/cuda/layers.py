@@ -18,6 +18,8 @@ from vllm_kvretrieval.engine.cuda.side import SideWork
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.methods import device_methods
+from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 ROWS = "rows"
@@ -143,36 +145,19 @@ class RetrievalLayers:
                 self.device,
                 positions=far is not None,
             )
-        impl.attach(self.ops, choosers, cache, builder.table, self._workspaces[shape], far)
+        methods = device_methods(self.config.methods.values(), choosers)
+        workspace = self._workspaces[shape]
+        impl.attach(self.ops, methods, choosers, cache, builder.table, workspace, far)
         self.impls[name] = impl
 
     def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
         """The choosers of a layer, by the number of the method."""
-        config, methods = self.config, self.config.methods.values()
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
-        without = [(None, m.entry_tokens) for m in methods if m.index is None]
         with self.device:  # tensors are made there
-            selection = make_selection(config, self.requests.capacity, impl.group, shape)
-            indexes = {
-                (index, tokens): IndexRecords.empty(
-                    index,
-                    pages=len(cache),
-                    page_size=config.page_size,
-                    entry_tokens=tokens,
-                    cache=cache,
-                    layout=ROWS,
-                    alignment=RECORD_ALIGNMENT,
-                    **shape,
-                )
-                for index, tokens in [
-                    *((k.index, k.entry_tokens) for k in config.index_kinds),
-                    *without,
-                ]
-            }
-        return [
-            Chooser(indexes[m.index, m.entry_tokens], selection, m.pooling, impl.scale)
-            for m in methods
-        ]
+            selection = make_selection(self.config, self.requests.capacity, impl.group, shape)
+            return layer_choosers(
+                self.config, selection, cache, ROWS, impl.scale, alignment=RECORD_ALIGNMENT
+            )
 
 
 def make_selection(

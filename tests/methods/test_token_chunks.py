@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.support.bare_engine import BareEngine
-from vllm_kvretrieval.attention.cpu.chunks import ChunkPlanner
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 
@@ -27,7 +28,7 @@ def config(**options):
 def divided(*contexts):
     """(request, end, new, sparse) of each chunk, given (tokens before, tokens of the step)."""
     before, new = np.array(contexts).T
-    return list(zip(*ChunkPlanner(config()).divide(before + new, new)[:4], strict=True))
+    return list(zip(*TokenChunkPlanner(config(), 2).divide(before + new, new)[:4], strict=True))
 
 
 def test_chunks_begin_at_multiples_of_their_length():
@@ -101,25 +102,33 @@ def test_what_is_skipped_is_counted():
     lens, new = np.array([512, 280]), np.array([512, 30])
     # Before each of the sparse chunks lies more than the budget.
     skipped = 100 * (300 - 256) + 100 * (400 - 256) + 12 * (500 - 256)
-    division = ChunkPlanner(config()).divide(lens, new)
+    division = TokenChunkPlanner(config(), 2).divide(lens, new)
     assert division.skipped(2).tolist() == [skipped, 0]
 
 
 def test_a_part_of_a_division_is_that_of_its_prompts():
-    by, lens, new = ChunkPlanner(config()), np.array([512, 280, 460]), np.array([512, 30, 110])
+    by, lens, new = (
+        TokenChunkPlanner(config(), 2),
+        np.array([512, 280, 460]),
+        np.array([512, 30, 110]),
+    )
     part = by.divide(lens, new).of(slice(1, 3))
     for ours, expected in zip(part, by.divide(lens[1:], new[1:]), strict=True):
         assert ours.tolist() == expected.tolist()
 
 
 def test_rows_have_their_chunk_as_window():
-    by, staging = ChunkPlanner(config()), PrefillStaging(32, 2, 32, torch.float32, 1024, rows=True)
+    by, staging = TokenChunkPlanner(config(), 2), PrefillStaging(32, 2, 32, torch.float32, 1024)
     division = by.divide(np.array([512, 460]), np.array([512, 110]))
     table = torch.arange(2 * 16, dtype=torch.int32).view(2, 16)
-    made = by.plan(division, table, 5, staging, 2, 3)
-    assert [len(chunks.rows) for chunks in made] == [2, 2, 2]  # 3 + 3, 3 + 1 of 8 blocks, ...
-    assert [chunks.start for chunks in made] == [5, 405, 517]
-    first, second, third = made
+    always, tokens = np.zeros((2, 2), int), np.array([512, 460])
+    prompts = Prompts(0, division, always, tokens, table, 5, 3)
+    blocks = -(-division.attended // staging.block_size)
+    turns = staging.turns(blocks)
+    made = [prompts.chunks(turn) for turn in turns]
+    first, second, third = (by.plan(some) for some in made)
+    assert [len(some.division.new) for some in made] == [2, 2, 2]  # 3 + 3, 3 + 1 of 8 blocks, ...
+    assert [some.start for some in made] == [5, 405, 517]
     assert first.rows.seats.tolist() == [3, 4]
     assert third.rows.seats.tolist() == [7, 8]
     assert first.rows.block_table[:, 0].tolist() == [0, 0]
@@ -130,9 +139,7 @@ def test_rows_have_their_chunk_as_window():
     assert first.rows.window.tolist() == [300, by.window + 100]
     assert by.sink + by.window + by.select == BUDGET
     assert first.lists.lengths.tolist() == [300, 300, 356, 356]
-    assert first.query_start_loc.tolist() == [0, 300, 400]
-    assert second.query_start_loc.tolist() == [0, 100, 112]
-    assert first.block_table.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert staging.block_table(blocks[turns[0]]).tolist() == [[0, 1, 2], [3, 4, 5]]
     queries = second.queries.view(2, 16)
     assert queries[0].tolist() == list(range(405 + 84, 405 + 100))
     assert queries[1, 4:].tolist() == list(range(505, 517))

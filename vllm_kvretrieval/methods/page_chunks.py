@@ -1,51 +1,60 @@
-"""Prompts that retrieve: each block of a prompt's queries attends to pages of its own choice."""
+"""Prompts that retrieve: the queries of each chunk select pages by the index of the method."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.cpu.division import Division, Divisor, int32
-from vllm_kvretrieval.attention.parts import PromptReads
-from vllm_kvretrieval.kernels import Contexts, DecodeRows, PromptLists
-from vllm_kvretrieval.retrieval.prompt_shares import nearest
+from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, PromptLists, Selection
+from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Division, Prompts, int32
+from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN, nearest
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
 
 AT_ONCE = 8
-"""Blocks whose queries are compared together, so that little memory is taken."""
+"""Chunks whose queries are compared together, so that little memory is taken."""
+
+
+class PromptReads(NamedTuple):
+    """How the KV heads of a worker's retrieval layers read prompts that retrieve.
+
+    Attributes:
+        late: The part of those in layers behind ``prefill_depth``.
+        shares: float64 [heads, ONE_IN]; shares of the others in what is selected, see
+            :meth:`~vllm_kvretrieval.retrieval.prompt_shares.PromptShares.of`.
+    """
+
+    late: float = 0.0
+    shares: np.ndarray = np.ones((1, len(ONE_IN)))
+
+    @property
+    def highest(self) -> float:
+        """The largest of these shares."""
+        return float(self.shares.max())
 
 
 @dataclass
-class Blocks:
-    """Adjacent blocks of a step that select by one method; each is a row of the plan.
+class PageChunks(Chunks[PromptLists]):
+    """Chunks that select pages. One that attends to its whole context is all window.
 
     Attributes:
-        method: The method's number among those of the engine.
-        queries: int64 [R, n or more]; places of the queries that select, or may, among the step's
-            tokens.
-        samples: n; how many queries of a block select. Where there are more, those do, per query
+        queries: [R, n or more].
+        samples: n; how many queries of a chunk select. Where there are more, those do, per query
             head, that are least like the mean of all.
-        rows: What the blocks select. The window of a row ends with the block itself. A block that
-            attends to its whole context is all window.
-        lists: The same lists for attention. The block's own tokens are at the end.
         shares: int64 [R]; which of its shares a KV head has, a place in ``ONE_IN``.
         places: int32 [>= pages]; where each page is laid out; None: pages are read where they are.
-        late: The same blocks in layers behind ``prefill_depth``; None: there are none.
+        late: The same chunks in layers behind ``prefill_depth``; None: there are none.
     """
 
-    method: int
-    queries: torch.Tensor
     samples: int
-    rows: DecodeRows
-    lists: PromptLists
     shares: torch.Tensor
     places: torch.Tensor | None
-    late: "Blocks | None" = None
+    late: "PageChunks | None" = None
 
-    def of_layer(self, late: bool) -> "Blocks":
+    def of_layer(self, late: bool) -> "PageChunks":
         """What a layer plans and attends to.
 
         Args:
@@ -54,7 +63,7 @@ class Blocks:
         return self.late if late and self.late is not None else self
 
     def grouped(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """The queries that select, as one token per block whose KV heads have more query heads.
+        """The queries that select, as one token per chunk whose KV heads have more query heads.
 
         Args:
             query: [tokens, num_heads, head_size]; the step's.
@@ -91,71 +100,54 @@ class Blocks:
         return replace(self.lists, seen=self.rows.lengths - before.repeat_interleave(heads))
 
 
-class BlockPlanner(Divisor):
-    """Plans blocks of prompts, which attend to pages that some of their queries select.
-
-    Blocks begin at multiples of their length in the prompt. The scheduler ends steps there, too, so
-    that a block does not depend on the other requests.
+class PageChunkPlanner(ChunkPlanner):
+    """Plans chunks of prompts, which attend to pages that some of their queries select.
 
     Args:
         config: Options of the engine, with a ``prefill_budget``.
         kv_heads: KV heads of a layer.
-        highest: The largest share of one of them in what is selected.
+        reads: How all heads of the worker read prompts.
     """
 
-    def __init__(self, config: "RetrievalConfig", kv_heads: int, highest: float = 1.0) -> None:
+    def __init__(
+        self, config: "RetrievalConfig", kv_heads: int, reads: PromptReads | None = None
+    ) -> None:
         super().__init__(config)
         assert config.prefill_queries is not None
-        self.kv_heads, self.samples, self.highest = kv_heads, config.prefill_queries, highest
+        self.kv_heads, self.samples = kv_heads, config.prefill_queries
+        self.reads = reads or PromptReads()
         assert config.prefill_depth is not None
         self.all_layers = config.prefill_depth == 1
-        # How many queries of a block its samples are chosen from.
+        # How many queries of a chunk its samples are chosen from.
         self.among = self.samples if config.prefill_sampling != "dissimilar" else self.chunk
 
     def _before(self, begins: np.ndarray, budgets: np.ndarray, shares: np.ndarray) -> np.ndarray:
-        """As for chunks; a block that begins within a page attends to all of the page, too."""
+        """A chunk that begins within a page attends to all of the page, too."""
         return super()._before(begins, budgets, shares) + begins % self.page_size
 
-    def plan(
-        self,
-        method: int,
-        division: Division,
-        always: np.ndarray,
-        block_table: torch.Tensor,
-        start: int,
-        tokens: np.ndarray,
-        staged: torch.Tensor | None = None,
-    ) -> Blocks:
-        """Plan the blocks of adjacent requests.
+    def plan(self, prompts: Prompts) -> PageChunks:
+        """See :meth:`ChunkPlanner.plan`.
 
-        Args:
-            method: Number of the method that selects.
-            division: The requests' tokens, divided into blocks. A block selects the pages that it
-                attends to beside sink, window and its own.
-            always: int [2, requests]; pages of sink, and of the window before a block.
-            block_table: int32 [requests, >= pages]; theirs.
-            start: The first token of the requests in the step.
-            tokens: int [requests]; see :attr:`Note.tokens`.
-            staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None:
-                they are read where they are.
+        A chunk selects the pages that it attends to beside sink, window and its own.
         """
+        method, division, always, tokens, block_table, start, _, staged = prompts
         new, laid_out = division.new, None if staged is None else _places(staged)
         rows, lists = self._rows(division, always, block_table)
         shares = torch.from_numpy(self._shares(division, always, rows.select.numpy()))
-        # The last query of each of as many equal parts; a short block takes some more than once.
+        # The last query of each of as many equal parts; a short chunk takes some more than once.
         steps = np.arange(1, self.among + 1)
         places = np.maximum(steps * new[:, None] // self.among, 1) - 1
         queries = start + lists.starts[:-1, None] + torch.from_numpy(places)
-        blocks = Blocks(method, queries, self.samples, rows, lists, shares, laid_out)
+        chunks = PageChunks(method, queries, rows, lists, self.samples, shares, laid_out)
         if not self.all_layers:
             late = self._rows(self.late(division, always, tokens), always, block_table)
-            blocks.late = Blocks(method, queries, self.samples, *late, shares, laid_out)
-        return blocks
+            chunks.late = PageChunks(method, queries, *late, self.samples, shares, laid_out)
+        return chunks
 
     def late(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> Division:
-        """The same tokens in layers behind ``prefill_depth``; see :meth:`plan`.
+        """The same tokens in layers behind ``prefill_depth``; see :meth:`skipped`.
 
-        Their blocks attend to sink and window, but for the last ones of prompts, whose last query
+        Their chunks attend to sink and window, but for the last ones of prompts, whose last query
         gives the first token of the answer.
         """
         least = always.sum(0)[division.request] * self.page_size
@@ -163,38 +155,33 @@ class BlockPlanner(Divisor):
         cut = division.sparse & (division.ends < tokens[division.request])
         return division._replace(attended=np.where(cut, least, division.attended))
 
-    def skipped(
-        self, division: Division, always: np.ndarray, reads: PromptReads, prompts: int
-    ) -> np.ndarray:
-        """float64 [prompts]; pairs of tokens that KV heads leave out of each prompt, on average.
-
-        Args:
-            division: How the prompts are divided.
-            always: See :meth:`plan`.
-            reads: How the heads read; those in late layers count for nothing.
-            prompts: How many there are.
-        """
+    def skipped(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """See :meth:`ChunkPlanner.skipped`; float64 [prompts]."""
+        count, by_late = len(tokens), self.reads.late
         between, select = self._between(division, always)
-        shares = reads.shares[:, self._shares(division, always, select)]
+        shares = self.reads.shares[:, self._shares(division, always, select)]
         more = np.minimum(np.rint(select * shares), between).mean(0) - select
         left = division.ends - division.attended - more * self.page_size
-        return (1 - reads.late) * np.bincount(division.request, left * division.new, prompts)
+        skipped = (1 - by_late) * np.bincount(division.request, left * division.new, count)
+        if by_late:
+            skipped += by_late * self.late(division, always, tokens).skipped(count)
+        return skipped
 
     def _shares(self, division: Division, always: np.ndarray, select: np.ndarray) -> np.ndarray:
         """int64 [C]; by which of its shares a KV head selects, a place in ``ONE_IN``.
 
-        A block that begins behind a prefix in the cache selects as a whole one does.
+        A chunk that begins behind a prefix in the cache selects as a whole one does.
 
         Args:
             division: How the prompts are divided.
-            always: See :meth:`plan`.
+            always: See :meth:`skipped`.
             select: int [C]; pages that a head selects on average.
         """
         begins = (division.ends - division.new) // self.chunk * self.chunk
         return nearest(begins // self.page_size - always.sum(0)[division.request], select)
 
     def _between(self, division: Division, always: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pages between sink and window of blocks, and how many of them are selected, int64 [C]."""
+        """Pages between sink and window of chunks, and how many of them are selected, int64 [C]."""
         begins, sparse = division.ends - division.new, division.sparse
         apart = always.sum(0)[division.request]
         select = ((division.attended - division.new) // self.page_size - apart) * sparse
@@ -209,7 +196,7 @@ class BlockPlanner(Divisor):
         sink, window = always[:, division.request] * sparse
         between, select = self._between(division, always)
         window = np.where(sparse, window + pages - before, pages)
-        longest = np.minimum(np.ceil(select * self.highest).astype(np.int64), between)
+        longest = np.minimum(np.ceil(select * self.reads.highest).astype(np.int64), between)
         width = int((sink + np.maximum(select, longest) + window).max())
         count = len(ends)
         tables = block_table[torch.from_numpy(division.request)]
@@ -226,6 +213,47 @@ class BlockPlanner(Divisor):
         return rows, PromptLists(rows.lists, int32(starts), seen, self.kv_heads, per_head=True)
 
 
+class ChunkSelection(NamedTuple):
+    """What a layer selects with for chunks of prompts, by any method.
+
+    Attributes:
+        selection: A row per chunk; layers of one shape share it.
+        late: Whether the layer lies behind ``prefill_depth``.
+        shares: float64 [ONE_IN, KV heads]; their shares in what is selected; None: all are equal.
+    """
+
+    selection: Selection
+    late: bool
+    shares: torch.Tensor | None
+
+
+class PageSelector:
+    """How a layer selects for chunks of prompts by one method.
+
+    Args:
+        chooser: Of the method, for rows that decode.
+        selection: What it selects with for chunks.
+        pooling: How the scores of a chunk's queries become one.
+    """
+
+    def __init__(self, chooser: Chooser, selection: ChunkSelection, pooling: Pooling) -> None:
+        self.late, self._shares = selection.late, selection.shares
+        self._chooser = Chooser(
+            chooser.store, selection.selection, pooling, chooser.scale, outliers=chooser.outliers
+        )
+
+    def select(self, kernels: Ops, query: torch.Tensor, chunks: PageChunks) -> PromptLists:
+        """See :meth:`LayerMethod.prompt`."""
+        chooser, chunks = self._chooser, chunks.of_layer(self.late)
+        if self._shares is not None:
+            counts = chooser.selection.counts
+            assert counts is not None
+            counts[: len(chunks.rows)] = chunks.counts(self._shares)
+        queries = chunks.grouped(query, chooser.store.kv_heads)
+        kernels.plan_decode(queries, chunks.rows, chooser)
+        return chunks.listed()
+
+
 def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:
     """Whether a layer lies behind ``prefill_depth``.
 
@@ -239,13 +267,13 @@ def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:
 
 
 def _dissimilar(query: torch.Tensor, again: torch.Tensor, samples: int) -> torch.Tensor:
-    """The queries of blocks that are least like the mean of all, by cosine (QuoKA, section 3).
+    """The queries of chunks that are least like the mean of all, by cosine (QuoKA, section 3).
 
     Args:
         query: [R, n, num_heads, head_size].
-        again: bool [R, n]; the queries that repeat the one before, in a short block. They do not
+        again: bool [R, n]; the queries that repeat the one before, in a short chunk. They do not
             count in the mean, and are taken after all others.
-        samples: How many to take per block and query head.
+        samples: How many to take per chunk and query head.
 
     Returns:
         [R, samples, num_heads, head_size]; each head's own.

@@ -11,7 +11,7 @@ import torch
 from tests.support.omnikv_recorder import ROUNDING, OmniKVRecorder
 
 
-class ChunkRecorder(OmniKVRecorder):
+class TokenChunkRecorder(OmniKVRecorder):
     """Mixed into the worker by vLLM (``worker_extension_cls``)."""
 
     _replayed = ()
@@ -82,7 +82,7 @@ class ChunkRecorder(OmniKVRecorder):
         for part in metadata.split.prefill if metadata.split is not None else []:
             if part.chunks is None:
                 continue
-            lists, new = part.chunks.lists, part.chunks.query_start_loc.diff().tolist()
+            lists, new = part.chunks.lists, part.starts.diff().tolist()
             for row, count in enumerate(new):
                 of_heads = lists.entries[row * heads : (row + 1) * heads].long()
                 tokens = of_heads[:, : int(lists.lengths[row * heads])]

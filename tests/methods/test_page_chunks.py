@@ -1,4 +1,4 @@
-"""How prompts are divided into blocks that select pages, and the options for it; no engine."""
+"""How prompts are divided into chunks that select pages, and the options for it; no engine."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.spec import ops as reference
-from vllm_kvretrieval.attention.cpu.blocks import BlockPlanner, is_late
-from vllm_kvretrieval.attention.parts import PromptReads
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
+from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner, PromptReads, is_late
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index
@@ -30,84 +30,84 @@ def config(method="kvretrieval", **options):
 
 
 def planned(*contexts, queries=4, budget=PARTS, share=0.0, more=1, **options):
-    """The blocks of requests, given (tokens before, tokens of the step); their first token is 5.
+    """The chunks of requests, given (tokens before, tokens of the step); their first token is 5.
 
     Their prompts have some more tokens.
     """
     before, new = np.array(contexts).T
-    planner = BlockPlanner(config(prefill_queries=queries, **options), kv_heads=2)
+    planner = PageChunkPlanner(config(prefill_queries=queries, **options), kv_heads=2)
     budgets = np.repeat(np.array(budget)[:, None], len(new), 1)
     table = torch.arange(len(new) * 32, dtype=torch.int32).view(len(new), 32)
     shares = np.full(len(new), share)
     division = planner.divide(before + new, new, budgets.sum(0) * PAGE, shares)
     tokens = before + new + more
-    return planner.plan(0, division, budgets[:2], table, 5, tokens), division
+    return planner.plan(Prompts(0, division, budgets[:2], tokens, table, 5, 0)), division
 
 
-def seen_of(blocks):
-    """Tokens that the first query of each block sees, the same for both KV heads."""
-    first, second = blocks.lists.seen.view(-1, 2).T.tolist()
+def seen_of(chunks):
+    """Tokens that the first query of each chunk sees, the same for both KV heads."""
+    first, second = chunks.lists.seen.view(-1, 2).T.tolist()
     assert first == second
     return first
 
 
-def test_rows_have_their_block_as_window():
-    blocks, division = planned((0, 430), (384, 64))
-    rows = blocks.rows
+def test_rows_have_their_chunk_as_window():
+    chunks, division = planned((0, 430), (384, 64))
+    rows = chunks.rows
     assert rows.seq_lens.tolist() == [320, 384, 430, 448]
     assert rows.sink.tolist() == [0, 1, 1, 1]
     assert rows.window.tolist() == [10, 4, 4, 4]
     assert rows.select.tolist() == [0, 5, 5, 5]
     assert rows.block_table[:, 0].tolist() == [0, 0, 0, 32]
-    assert blocks.lists.starts.tolist() == [0, 320, 384, 430, 494]
+    assert chunks.lists.starts.tolist() == [0, 320, 384, 430, 494]
     attended = [320, 256 + 64, 256 + 46, 256 + 64]
     assert division.attended.tolist() == attended
-    assert seen_of(blocks) == [1, 257, 257, 257]
+    assert seen_of(chunks) == [1, 257, 257, 257]
 
 
-def test_the_last_query_of_each_part_of_a_block_selects():
-    blocks, _ = planned((320, 64), (384, 3))
-    assert blocks.queries.tolist() == [
+def test_the_last_query_of_each_part_of_a_chunk_selects():
+    chunks, _ = planned((320, 64), (384, 3))
+    assert chunks.queries.tolist() == [
         [5 + 15, 5 + 31, 5 + 47, 5 + 63],
         [69, 69 + 0, 69 + 1, 69 + 2],
     ]
 
 
 def test_the_queries_least_like_their_mean_select():
-    """Each query head has its own; a short block takes some more than once."""
+    """Each query head has its own; a short chunk takes some more than once."""
     torch.manual_seed(0)
     query = torch.randn(80, 6, 64) * 0.1 + torch.randn(6, 64)
-    odd = {(0, 0): [12, 25], (0, 1): [13, 14], (1, 5): [71]}  # (block, head): its odd queries
+    odd = {(0, 0): [12, 25], (0, 1): [13, 14], (1, 5): [71]}  # (chunk, head): its odd queries
     for (_, head), places in odd.items():
         query[places, head] *= -1
-    blocks, _ = planned((320, 64), (384, 3), queries=2, prefill_sampling="dissimilar")
-    grouped = blocks.grouped(query, 2)
+    chunks, _ = planned((320, 64), (384, 3), queries=2, prefill_sampling="dissimilar")
+    grouped = chunks.grouped(query, 2)
     assert grouped.shape == (2, 2 * 2 * 3, 64)
     of_heads = grouped.view(2, 2, 2, 3, 64).transpose(2, 3).flatten(1, 2)
-    for (block, head), places in odd.items():
-        same = (of_heads[block, head][:, None] == query[places, head]).all(-1)
+    for (chunk, head), places in odd.items():
+        same = (of_heads[chunk, head][:, None] == query[places, head]).all(-1)
         assert same.any(0).all()
 
 
-def test_a_short_block_takes_each_query_once():
+def test_a_short_chunk_takes_each_query_once():
     """As long as there are others; those that are listed again do not count in the mean."""
     torch.manual_seed(1)
     query = torch.randn(30, 6, 64) + torch.randn(6, 64)
-    blocks, _ = planned((320, 5), (384, 20), queries=4, prefill_sampling="dissimilar")
-    of_heads = blocks.grouped(query, 2).view(2, 2, 4, 3, 64).transpose(2, 3).flatten(1, 2)
-    for block, places in enumerate((range(5, 10), range(10, 30))):
+    chunks, _ = planned((320, 5), (384, 20), queries=4, prefill_sampling="dissimilar")
+    of_heads = chunks.grouped(query, 2).view(2, 2, 4, 3, 64).transpose(2, 3).flatten(1, 2)
+    for chunk, places in enumerate((range(5, 10), range(10, 30))):
         own = query[places.start : places.stop]
         cosines = torch.cosine_similarity(own, own.mean(0, keepdim=True), dim=-1)
         for head in range(6):
             least = own[cosines[:, head].argsort()[:4], head]
-            assert torch.equal(of_heads[block, head], least)
+            assert torch.equal(of_heads[chunk, head], least)
 
 
-def test_late_layers_select_for_the_last_block_alone():
+def test_late_layers_select_for_the_last_chunk_alone():
     """The last one of a prompt, not of a step."""
-    blocks, _ = planned((0, 430), (384, 64), prefill_depth=0.5, more=np.array([1, 0]))
-    late, early = blocks.of_layer(True), blocks.of_layer(False)
-    assert early is blocks
+    chunks, _ = planned((0, 430), (384, 64), prefill_depth=0.5, more=np.array([1, 0]))
+    late, early = chunks.of_layer(True), chunks.of_layer(False)
+    assert early is chunks
     assert early.rows.select.tolist() == [0, 5, 5, 5]
     assert late.rows.select.tolist() == [0, 0, 0, 5]
     assert late.rows.sink.tolist() == early.rows.sink.tolist()
@@ -122,7 +122,7 @@ def test_heads_with_shares_of_their_own():
     """Lists have the lengths that were planned, also where pages are laid out elsewhere, and room
     for the largest share. No head reads more than there is."""
     before, new = np.array([(384, 64), (384, 20)]).T
-    planner = BlockPlanner(config(), kv_heads=2, highest=1.5)
+    planner = PageChunkPlanner(config(), 2, PromptReads(shares=np.full((1, len(ONE_IN)), 1.5)))
     budgets = np.repeat(np.array(PARTS)[:, None], 2, 1)
     table = torch.arange(64, dtype=torch.int32).view(2, 32)
     division = planner.divide(before + new, new)
@@ -131,21 +131,23 @@ def test_heads_with_shares_of_their_own():
     shares = torch.full((len(ONE_IN), 2), 9.0, dtype=torch.float64)
     shares[ONE_IN.index(2)] = torch.tensor([0.5, 1.5])
     for pages in (None, staged):
-        blocks = planner.plan(0, division, budgets[:2], table, 0, before + new, pages)
-        assert blocks.counts(shares).tolist() == [[2, 8]] * 2
-        assert blocks.rows.lists.shape == (4, 13)
-        blocks.rows.lists.copy_(torch.tensor([[10], [11], [70], [71]]))  # page 5, and page 35
+        chunks = planner.plan(Prompts(0, division, budgets[:2], before + new, table, 0, 0, pages))
+        assert chunks.counts(shares).tolist() == [[2, 8]] * 2
+        assert chunks.rows.lists.shape == (4, 13)
+        chunks.rows.lists.copy_(torch.tensor([[10], [11], [70], [71]]))  # page 5, and page 35
         lengths = [7 * PAGE, 13 * PAGE, 6 * PAGE - 12, 12 * PAGE - 12]
-        blocks.rows.lengths.copy_(torch.tensor(lengths))
-        lists = blocks.listed()
+        chunks.rows.lengths.copy_(torch.tensor(lengths))
+        lists = chunks.listed()
         at = [*range(64)] if pages is None else [*range(63, -1, -1)]
         expected = [2 * at[5], 2 * at[5] + 1, 2 * at[35], 2 * at[35] + 1]
         assert lists.entries.tolist() == [[entry] * 13 for entry in expected]
         assert lists.seen.tolist() == [161, 353, 161, 353]
     of_heads = np.full((4, len(ONE_IN)), 9.0)
     of_heads[:, ONE_IN.index(2)] = [0.5, 1, 1.5, 4]  # select 2, 5, 8, and 9, which are all
-    skipped = planner.skipped(division, budgets[:2], PromptReads(0.25, of_heads), 2)
-    assert skipped.tolist() == [0.75 * (9 - 6) * PAGE * n for n in (64, 20)]
+    planner = PageChunkPlanner(config(), 2, PromptReads(0.25, of_heads))
+    skipped = planner.skipped(division, budgets[:2], before + new + 1)
+    late = 12 - 3  # which attend to sink and window
+    assert skipped.tolist() == [(0.75 * (9 - 6) + 0.25 * late) * PAGE * n for n in (64, 20)]
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0.5, 12), (0.7, 17), (1.0, None)])
@@ -157,32 +159,32 @@ def test_the_first_late_layer(depth, first):
 
 
 def test_a_budget_of_a_request():
-    blocks, division = planned((320, 64), budget=(1, 1, 2))
-    assert blocks.rows.select.tolist() == [2]
-    assert blocks.rows.window.tolist() == [3]
+    chunks, division = planned((320, 64), budget=(1, 1, 2))
+    assert chunks.rows.select.tolist() == [2]
+    assert chunks.rows.window.tolist() == [3]
     assert division.attended.tolist() == [128 + 64]
 
 
 def test_a_share_of_the_context():
     """It counts where it is more than the budget, and is rounded up to pages."""
-    blocks, division = planned((0, 1000), share=0.4)
+    chunks, division = planned((0, 1000), share=0.4)
     begins, ends = [*range(EXACT, 1000, CHUNK)], [*range(EXACT + CHUNK, 1000, CHUNK), 1000]
     pages = [max(8, -(-begin * 2 // (5 * PAGE))) for begin in begins]
     assert pages[:2] == [8, 8]
     assert pages[-1] == 12
-    assert blocks.rows.select.tolist() == [0, *(count - 3 for count in pages)]
-    assert blocks.rows.sink.tolist() == [0] + [1] * len(begins)
-    assert blocks.rows.window.tolist() == [10] + [4] * len(begins)
+    assert chunks.rows.select.tolist() == [0, *(count - 3 for count in pages)]
+    assert chunks.rows.sink.tolist() == [0] + [1] * len(begins)
+    assert chunks.rows.window.tolist() == [10] + [4] * len(begins)
     new = [end - begin for begin, end in zip(begins, ends, strict=True)]
     attended = [EXACT, *(PAGE * count + own for count, own in zip(pages, new, strict=True))]
     assert division.attended.tolist() == attended
-    assert (blocks.lists.seen[::2] + blocks.lists.starts.diff() - 1).tolist() == attended
+    assert (chunks.lists.seen[::2] + chunks.lists.starts.diff() - 1).tolist() == attended
 
 
 @pytest.mark.parametrize("percent", [7, 55, 29, 99])
 def test_shares_are_those_that_are_written(percent):
     """A product of floats may lie above the whole number that is meant."""
-    planner = BlockPlanner(config(prefill_share=percent / 100), kv_heads=2)
+    planner = PageChunkPlanner(config(prefill_share=percent / 100), kv_heads=2)
     division = planner.divide(np.array([3300]), np.array([3300]))
     begins = (division.ends - division.new)[division.sparse].tolist()
     pages = [max(BUDGET // PAGE, -(-begin * percent // (100 * PAGE))) for begin in begins]
@@ -193,13 +195,13 @@ def test_shares_are_those_that_are_written(percent):
 @pytest.mark.parametrize("share", [0.3, 0.55, 0.999])
 @pytest.mark.parametrize("first", [350, 384, 400, 777])
 def test_a_share_does_not_depend_on_where_steps_or_prefixes_end(share, first):
-    """A block that begins behind a prefix in its middle attends to as much as the whole block, and
+    """A chunk that begins behind a prefix in its middle attends to as much as the whole chunk, and
     to its tokens of the page in which it begins."""
     _, whole = planned((0, 1000), share=share)
     pieces = [planned(part, share=share)[1] for part in ((0, first), (first, 1000 - first))]
 
     def before(division):
-        """Tokens in pages before a block that it attends to, by the border that the block begins
+        """Tokens in pages before a chunk that it attends to, by the border that the chunk begins
         at."""
         begins = division.ends - division.new
         tokens = division.attended - division.new - np.where(division.sparse, begins % PAGE, 0)
@@ -211,17 +213,17 @@ def test_a_share_does_not_depend_on_where_steps_or_prefixes_end(share, first):
         assert before(piece).items() <= expected.items()
 
 
-def test_pairs_of_a_block_that_begins_within_a_page():
+def test_pairs_of_a_chunk_that_begins_within_a_page():
     """Such as behind an earlier input of a session. The first one has ten whole pages before it,
     the second one twelve, of which eight are attended to."""
-    blocks, division = planned((350, 34), (384, 10))
-    assert blocks.rows.select.tolist() == [5, 5]
+    chunks, division = planned((350, 34), (384, 10))
+    assert chunks.rows.select.tolist() == [5, 5]
     assert division.skipped(2).tolist() == [34 * 2 * PAGE, 10 * 4 * PAGE]
-    assert seen_of(blocks) == [8 * PAGE + 350 - 320 + 1, 8 * PAGE + 1]
+    assert seen_of(chunks) == [8 * PAGE + 350 - 320 + 1, 8 * PAGE + 1]
 
 
 def test_selections_have_room_for_the_longest_context():
-    planner = BlockPlanner(config(prefill_share=0.4), kv_heads=2)
+    planner = PageChunkPlanner(config(prefill_share=0.4), kv_heads=2)
     longest = 5000
     division = planner.divide(np.array([longest - 1]), np.array([longest - 1]))
     attended = (division.attended - division.new)[division.sparse]
@@ -233,9 +235,9 @@ def test_selections_have_room_for_the_longest_context():
     ("begin", "share"), [(320, 0), (352, 0), (350, 0), (352, 0.85), (350, 0.999)]
 )
 def test_selection_and_attention_equal_reference(begin, share):
-    """Also of blocks that begin in the middle of a page, or attend to all that is before them."""
+    """Also of chunks that begin in the middle of a page, or attend to all that is before them."""
     torch.manual_seed(begin)
-    blocks, _ = planned((begin, 384 - begin), (384, 40), share=share)
+    chunks, _ = planned((begin, 384 - begin), (384, 40), share=share)
     shape = {"kv_heads": 2, "head_size": 64, "dtype": torch.float32}
     cache = torch.randn(64, 2, PAGE, 128)
     query = torch.randn(5 + 384 - begin + 40, 6, 64)
@@ -247,18 +249,18 @@ def test_selection_and_attention_equal_reference(begin, share):
         ops.index_pages(torch.arange(64).int(), torch.full((64,), PAGE).int(), store)
         selection = Selection.empty(seats=2, group=3 * 4, most_selected=9, **shape)
         chooser = Chooser(store, selection, Pooling.MEAN_SOFTMAX, 0.125)
-        grouped = blocks.grouped(query, 2)
-        assert torch.equal(grouped[1, 12 + 3], query[blocks.queries[1, 1], 3])
-        blocks.rows.handle = None
-        ops.plan_decode(grouped, blocks.rows, chooser)
+        grouped = chunks.grouped(query, 2)
+        assert torch.equal(grouped[1, 12 + 3], query[chunks.queries[1, 1], 3])
+        chunks.rows.handle = None
+        ops.plan_decode(grouped, chunks.rows, chooser)
         output = torch.zeros(len(query) - 5, 6, 64)
-        ops.attend_prompt(query[5:], blocks.lists, cache, output, "vec", 0.125)
+        ops.attend_prompt(query[5:], chunks.lists, cache, output, "vec", 0.125)
         outputs.append(output)
-        lists.append([*zip(blocks.rows.lengths.tolist(), blocks.rows.lists.tolist(), strict=True)])
+        lists.append([*zip(chunks.rows.lengths.tolist(), chunks.rows.lists.tolist(), strict=True)])
     assert lists[0] == lists[1]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    seen = blocks.lists.seen[::2] + blocks.lists.starts.diff() - 1
-    assert blocks.rows.lengths[::2].tolist() == seen.tolist()
+    seen = chunks.lists.seen[::2] + chunks.lists.starts.diff() - 1
+    assert chunks.rows.lengths[::2].tolist() == seen.tolist()
 
 
 def test_defaults():

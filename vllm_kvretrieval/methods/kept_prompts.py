@@ -36,7 +36,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Heads:
+class LocalHeads:
     """The KV heads of a worker's retrieval layers.
 
     Attributes:
@@ -72,7 +72,7 @@ class KeptPrompts:
 
     methods: Mapping[int, DroppingMethod]
     rules: Mapping[int, Keeping]
-    heads: Heads
+    heads: LocalHeads
     selected: torch.Tensor
     room: Capacity
     page_size: int
@@ -216,7 +216,7 @@ class KeptPrompts:
 
 def kept_prompts(
     config: RetrievalConfig,
-    heads: Heads,
+    heads: LocalHeads,
     selected: torch.Tensor,
     room: Capacity,
 ) -> KeptPrompts | None:

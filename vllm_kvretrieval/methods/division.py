@@ -1,13 +1,37 @@
 """How prompts are divided into chunks, each of which attends to a part of what lies before it."""
 
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.kernels import DecodeRows, PromptLists, TokenLists
+
 if TYPE_CHECKING:
     from vllm_kvretrieval.options.engine import RetrievalConfig
+
+
+Lists = TypeVar("Lists", PromptLists, TokenLists)
+
+
+@dataclass
+class Chunks(Generic[Lists]):
+    """Adjacent chunks of a step that select by one method; each is a row.
+
+    Attributes:
+        method: The method's number among those of the engine.
+        queries: int64; places of queries that select among the step's tokens.
+        rows: What is selected for the chunks. The window of a row ends with the chunk itself.
+        lists: The same for attention, their own tokens at the end: pages; or tokens, which are laid
+            out one after the other.
+    """
+
+    method: int
+    queries: torch.Tensor
+    rows: DecodeRows
+    lists: Lists
 
 
 class Division(NamedTuple):
@@ -30,8 +54,12 @@ class Division(NamedTuple):
     def of(self, prompts: slice) -> "Division":
         """The chunks of adjacent prompts, which are counted from the first of these."""
         first, end = np.searchsorted(self.request, (prompts.start, prompts.stop))
-        part = Division(*(of_each[first:end] for of_each in self))
+        part = self.chunks(slice(first, end))
         return part._replace(request=part.request - prompts.start)
+
+    def chunks(self, some: slice) -> "Division":
+        """Some of the chunks."""
+        return Division(*(of_each[some] for of_each in self))
 
     def skipped(self, prompts: int) -> np.ndarray:
         """int64 [prompts]; pairs of tokens that are left out of each prompt."""
@@ -39,15 +67,59 @@ class Division(NamedTuple):
         return np.bincount(self.request, pairs, prompts).astype(np.int64)
 
 
-class Divisor:
-    """Divides prompts into chunks.
+class Prompts(NamedTuple):
+    """Adjacent prompts of a step, or some of their chunks, that select by one method.
+
+    Attributes:
+        method: The method's number among those of the engine.
+        division: Their chunks.
+        always: int [2, prompts]; pages of sink, and of the window before a chunk.
+        tokens: int [prompts]; see :attr:`Note.tokens`.
+        block_table: int32 [prompts, >= pages]; theirs.
+        start: The first token of the chunks in the step.
+        first: The number of the first chunk among those of the step that select.
+        staged: int64 [n]; the pages that are laid out to be read, in order, -1 for none; None: they
+            are read where they are, or what is selected of them is laid out.
+    """
+
+    method: int
+    division: Division
+    always: np.ndarray
+    tokens: np.ndarray
+    block_table: torch.Tensor
+    start: int
+    first: int
+    staged: torch.Tensor | None = None
+
+    def of(self, prompts: slice, staged: torch.Tensor) -> "Prompts":
+        """The chunks of some of the prompts, whose pages are laid out."""
+        borders = np.searchsorted(self.division.request, (prompts.start, prompts.stop))
+        return self.chunks(slice(*borders.tolist()))._replace(staged=staged)
+
+    def chunks(self, some: slice) -> "Prompts":
+        """Some of the chunks."""
+        return self._replace(
+            division=self.division.chunks(some),
+            start=self.start + int(self.division.new[: some.start].sum()),
+            first=self.first + some.start,
+        )
+
+
+class ChunkPlanner:
+    """Divides prompts into chunks, and plans those that select what they attend to.
 
     Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
     mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
 
     Args:
         config: Options of the engine, with a ``prefill_budget``.
+
+    Attributes:
+        gathers: Whether chunks list tokens, which are then laid out one after the other. If false,
+            they list pages.
     """
+
+    gathers = False
 
     def __init__(self, config: "RetrievalConfig") -> None:
         assert config.prefill_budget is not None
@@ -117,6 +189,19 @@ class Divisor:
         share = np.full(len(lens), self.share) if shares is None else shares
         before = self._before(first, least[of], share[of])
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
+
+    def plan(self, prompts: Prompts) -> Chunks[Any]:
+        """Say what selects, and how much, for all layers that share metadata."""
+        raise NotImplementedError
+
+    def skipped(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Pairs of tokens that KV heads leave out of each prompt, on average.
+
+        Args:
+            division: How the prompts are divided.
+            always, tokens: See :class:`Prompts`.
+        """
+        return division.skipped(len(tokens))
 
 
 def int32(values: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,310 @@
+"""How the requests of a step attend: rows of a single token, and prompts."""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from vllm_kvretrieval.attention.cpu.plans import Prefill
+from vllm_kvretrieval.attention.cpu.schedules import Schedules
+from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
+from vllm_kvretrieval.attention.parts import split_rows
+from vllm_kvretrieval.kernels import Contexts, PromptLists
+from vllm_kvretrieval.methods import (
+    ChunkPlanner,
+    DecodePlan,
+    GroupFacts,
+    Prompts,
+    Sees,
+    Step,
+    StepRows,
+    chunk_planner,
+    group_methods,
+    plan_whole,
+)
+from vllm_kvretrieval.methods.division import int32
+from vllm_kvretrieval.retrieval.seats import even
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.requests import RequestTable
+
+
+class StepPlanner:
+    """Plans steps for layers that share metadata.
+
+    Args:
+        requests: Table of the running requests.
+        facts: The layers.
+        schedules: Makes vLLM's schedules.
+        staging: Where contexts are laid out.
+        in_place: Whether whole contexts can be read where they are.
+        attends: Whether our own kernel attends to lists; see
+            :meth:`RetrievalMetadataBuilder.attach`.
+        own: Whether it attends to whole contexts.
+
+    Attributes:
+        methods: The methods, by number.
+        budget_pages: Pages of the largest admissible budget.
+    """
+
+    def __init__(
+        self,
+        requests: "RequestTable",
+        facts: GroupFacts,
+        schedules: Schedules,
+        staging: PrefillStaging | None,
+        in_place: bool,
+        attends: bool,
+        own: bool,
+    ) -> None:
+        self._requests, self.facts, self._schedules = requests, facts, schedules
+        self._page_size, self._kv_heads = facts.page_size, facts.kv_heads
+        self._staging, self._in_place = staging, in_place
+        self.attends, self._own = attends, own
+        # Our own kernel reads every layout, but in place only.
+        self._lays_out = None if own and in_place else staging
+        self.methods, self._chunks = group_methods(facts), chunk_planner(facts)
+        self.budget_pages = requests.config.budget_limit // facts.page_size
+        # Length of the context at a seat's last sparse decode step.
+        self._last_len = requests.per_seat()
+
+    def see(self, dense: CPUAttentionMetadata, before: np.ndarray) -> dict[int, Any]:
+        """See :attr:`RetrievalMetadata.seen`.
+
+        Args:
+            dense: vLLM's metadata of the batch.
+            before: int [R]; tokens of each context before the step.
+        """
+        least = Sees.ALL if self._requests.foreseen.now else Sees.PROMPTS
+        watching = [n for n, method in enumerate(self.methods) if method.sees >= least]
+        if not watching:
+            return {}
+        seats, lens = self._requests.seats[: len(before)], dense.seq_lens.numpy()
+        step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
+        return {number: self.methods[number].see(step) for number in watching}
+
+    def rows(
+        self,
+        common: CommonAttentionMetadata,
+        dense: CPUAttentionMetadata,
+        count: int,
+        apart: np.ndarray,
+    ) -> tuple[list[DecodePlan], np.ndarray]:
+        """How the first ``count`` requests, of one token each, attend.
+
+        Args:
+            common: vLLM's description of the step.
+            dense: vLLM's metadata of the batch.
+            count: How many they are.
+            apart: int64 [n]; places of those that are planned elsewhere.
+
+        Returns:
+            Plans for those that attend to parts of their contexts; and the places of the rest.
+        """
+        lens = dense.seq_lens.numpy()[:count]
+        seats = self._requests.seats[:count]
+        decodes = self._requests.decodes(seats, lens)
+        batch = self._requests.records[seats]
+        pages = -(-lens // self._page_size)
+        parts = split_rows(batch, pages, decodes)
+        self._requests.count_steps(seats, lens, pages, parts.sparse, decodes)
+        looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
+        if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
+            room = batch["total"] * self._page_size - lens
+            never = np.iinfo(np.int32).max
+            steps = int(np.where(batch["exact"], never, room).min())
+            self._requests.foreseen.foresee(self._requests.batch, steps)
+        plans = [self._sparsely(dense, method, seats, rows) for method, rows in parts.sparsely]
+        whole = np.setdiff1d(parts.whole, apart, assume_unique=True) if len(apart) else parts.whole
+        if not self._in_place:
+            fits = pages[whole] <= self.budget_pages
+            if fits.any():
+                index = torch.from_numpy(whole[fits])
+                contexts = _contexts_of(dense, index, seats[whole[fits]])
+                plans.append(plan_whole(self.facts, contexts, index))
+            whole = whole[~fits]
+        return plans, whole
+
+    def _sparsely(
+        self,
+        dense: CPUAttentionMetadata,
+        number: int,
+        seats: np.ndarray,
+        places: np.ndarray | None,
+    ) -> DecodePlan:
+        """How rows of a method decode that attend to parts of their contexts.
+
+        Args:
+            dense: vLLM's metadata of the batch.
+            number: The number of the method.
+            seats: Seats of all requests of one token.
+            places: Which of them are rows of the method; None: all.
+        """
+        index = None if places is None else torch.from_numpy(places)
+        seats = seats if places is None else seats[places]
+        contexts, method = _contexts_of(dense, index, seats), self.methods[number]
+        lens = contexts.seq_lens.numpy()
+        fresh = self._last_len[seats] != lens - 1
+        self._last_len[seats] = lens
+        options = self._requests.records[seats]
+        plan = method.plan(StepRows(seats, contexts, fresh, index, options))
+        if not self.attends and method.even and even(options):
+            # Pages, of which the last is the tail page, partly filled.
+            attended = options["total"] * self._page_size - (-lens % self._page_size)
+            plan.schedule = self._schedules.of_lists(attended)
+        return plan
+
+    def reading(self, dense: CPUAttentionMetadata, rows: int) -> np.ndarray:
+        """The places of the requests to plan, int64 [n], rising.
+
+        A chunk of a prompt that retrieves may be a single token: that of a prompt's last token.
+
+        Args:
+            dense: vLLM's metadata of the batch.
+            rows: How many requests of a single token lead it.
+        """
+        longer = np.arange(rows, len(dense.seq_lens))
+        if self._chunks is None:
+            return longer
+        seats = self._requests.seats[:rows]
+        reads = ~self._requests.decodes(seats, dense.seq_lens.numpy()[:rows])
+        return np.append(
+            np.flatnonzero(reads & self._requests.prefill_budgets(seats).any(0)), longer
+        )
+
+    def prompts(self, dense: CPUAttentionMetadata, places: np.ndarray) -> list[Prefill]:
+        """Plan the requests with these places, as :meth:`reading` gives them."""
+        if not len(places):
+            return []
+        if self._chunks is None:
+            return self._exactly(dense, slice(int(places[0]), len(dense.seq_lens)))
+        seats = self._requests.seats[places]
+        budgets = self._requests.prefill_budgets(seats)
+        sparse = budgets.any(0)
+        lens = dense.seq_lens.numpy()[places]
+        new = np.diff(dense.query_start_loc.numpy())[places]
+        pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
+        sums = budgets.sum(0) * self._page_size
+        shares = self._requests.prefill_shares(seats)
+        division = self._chunks.divide(lens, new, sums, shares)
+        ends = self._requests.ends[seats]
+        skipped = self._chunks.skipped(division, budgets[:2], ends)
+        read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
+        self._requests.count_prefill(seats, lens, pairs, read)
+        sparse &= lens > self._chunks.exact
+        methods = np.where(sparse, self._requests.records["method"][seats], -1)
+        parts, selecting = list[Prefill](), 0
+        borders = np.flatnonzero((np.diff(methods) != 0) | (np.diff(places) != 1)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):
+            requests = slice(int(places[begin]), int(places[end - 1]) + 1)
+            if not sparse[begin]:
+                parts += self._exactly(dense, requests)
+                continue
+            of = slice(begin, end)
+            prompts = Prompts(
+                int(methods[begin]),
+                division.of(of),
+                budgets[:2, of],
+                ends[of],
+                dense.block_table[requests],
+                int(dense.query_start_loc[requests.start]),
+                selecting,
+            )
+            selecting += len(prompts.division.new)
+            if self._chunks.gathers:
+                parts += self._over_tokens(dense, prompts, self._chunks)
+            else:
+                parts += self._over_pages(dense, requests, prompts, self._chunks)
+        return parts
+
+    def in_cache(self, dense: CPUAttentionMetadata, requests: slice) -> Prefill:
+        """Requests whose contexts are read where they are."""
+        first = int(dense.query_start_loc[requests.start])
+        return Prefill(first, self._part(dense, requests, dense.block_table[requests]))
+
+    def row(self, dense: CPUAttentionMetadata, row: int) -> Prefill:
+        """A row of one token that attends to a whole context, read as prompts are."""
+        assert self._staging is not None, "what is not read in place is laid out"
+        alone = slice(row, row + 1)
+        starts = dense.query_start_loc[row : row + 2]
+        (staged,) = self._staging.plan(dense.block_table[alone], dense.seq_lens[alone], starts)
+        return Prefill(row, self._part(dense, alone, staged.block_table), staged.pages)
+
+    def _exactly(self, dense: CPUAttentionMetadata, requests: slice) -> list[Prefill]:
+        first, starts = requests.start, dense.query_start_loc[requests.start : requests.stop + 1]
+        lens, table = dense.seq_lens[requests], dense.block_table[requests]
+        staged = self._lays_out.plan(table, lens, starts) if self._lays_out else []
+        if not staged:
+            return [self.in_cache(dense, requests)]
+        return [
+            Prefill(
+                int(starts[part.requests.start]),
+                self._part(
+                    dense,
+                    slice(first + part.requests.start, first + part.requests.stop),
+                    part.block_table,
+                ),
+                part.pages,
+            )
+            for part in staged
+        ]
+
+    def _over_tokens(
+        self, dense: CPUAttentionMetadata, prompts: Prompts, by: ChunkPlanner
+    ) -> list[Prefill]:
+        """Chunks that attend to tokens, which are laid out at once, or in turns, as they fit."""
+        assert self._staging is not None, "what is selected is laid out"
+        blocks = -(-prompts.division.attended // self._staging.block_size)
+        parts = list[Prefill]()
+        for turn in self._staging.turns(blocks):
+            some = prompts.chunks(turn)
+            starts = int32(np.concatenate([[0], some.division.new.cumsum()]))
+            lens, table = int32(some.division.attended), self._staging.block_table(blocks[turn])
+            lists = self._sequences(dense, starts, lens, table)
+            parts.append(Prefill(some.start, lists, chunks=by.plan(some)))
+        return parts
+
+    def _over_pages(
+        self, dense: CPUAttentionMetadata, requests: slice, prompts: Prompts, by: ChunkPlanner
+    ) -> list[Prefill]:
+        """Chunks that attend to pages, where they are or where contexts are laid out, in turns."""
+        turns = [prompts]
+        if not self._in_place:
+            assert self._staging is not None, "what is not read in place is laid out"
+            starts = dense.query_start_loc[requests.start : requests.stop + 1]
+            staged = self._staging.plan(prompts.block_table, dense.seq_lens[requests], starts)
+            turns = [prompts.of(part.requests, part.pages) for part in staged]
+        planned = [(some, by.plan(some)) for some in turns]
+        return [Prefill(some.start, chunks.lists, some.staged, chunks) for some, chunks in planned]
+
+    def _part(
+        self, dense: CPUAttentionMetadata, requests: slice, block_table: torch.Tensor
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How some of the requests attend, their tokens counted from the first of them."""
+        starts = dense.query_start_loc[requests.start : requests.stop + 1]
+        lens = dense.seq_lens[requests]
+        return self._sequences(dense, starts - starts[0], lens, block_table)
+
+    def _sequences(
+        self,
+        dense: CPUAttentionMetadata,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> CPUAttentionMetadata | PromptLists:
+        """How sequences of queries attend to the contexts that end with them."""
+        if not self._own:
+            return self._schedules.of_sequences(dense, query_start_loc, seq_lens, block_table)
+        seen = seq_lens - query_start_loc.diff() + 1
+        return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
+
+
+def _contexts_of(
+    dense: CPUAttentionMetadata, index: torch.Tensor | None, seats: np.ndarray
+) -> Contexts:
+    """The contexts of some rows; of the first ones where ``index`` is None."""
+    rows = slice(len(seats)) if index is None else index
+    return Contexts(dense.block_table[rows], dense.seq_lens[rows], torch.from_numpy(seats))
