@@ -27,6 +27,7 @@ def model(layers=5, kv_heads=2, kinds=None, pipeline=1):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
         model_config=SimpleNamespace(
+            model="some model",
             hf_text_config=text,
             is_hybrid=False,
             is_attention_free=False,

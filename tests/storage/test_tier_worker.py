@@ -245,7 +245,7 @@ def test_lists_of_lengths_of_their_own_need_our_attention():
     check_reading(own, {"vec", "vec16", "amx"}, foreign=False)
     with pytest.raises(
         RetrievalConfigError,
-        match=r"freekv cannot be served .*\(neon\).*one length.*without budget_shares",
+        match=r"\(neon\).*one length, and freekv divides the budget.*without budget_shares",
     ):
         check_reading(own, {"neon"}, foreign=False)
     check_reading(worker([FULL] * 10), {"neon"}, foreign=False)

@@ -22,6 +22,7 @@ class WholeMethod(Method):
     options: ClassVar = frozenset({"dense_layers"})
     of_requests: ClassVar = frozenset[str]()
 
+    selects: ClassVar = False
     whole: ClassVar = True
 
     @classmethod
