@@ -22,6 +22,7 @@ from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, 
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, Selection
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
 MISSED, AHEAD = 0.04, 0.15
 """Shares of the units attended to that a step is taken to miss, and to recall ahead."""
@@ -106,7 +107,7 @@ class LayerStep:
         return self.batch * self.shape.kv_heads * min(self.pages, self.budget.total)
 
     def _fill_requests(self) -> None:
-        table, threshold = self.requests.table, self.config.own.correction_threshold
+        table, threshold = self.requests.table, CORRECTION_THRESHOLD.of(self.config.own)
         table[:, : Column.SELECT + 1] = torch.tensor(self.budget, dtype=torch.int32)
         bits = torch.tensor(threshold, dtype=torch.float32).view(torch.int32)
         table[:, Column.THRESHOLD] = bits

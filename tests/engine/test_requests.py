@@ -49,10 +49,11 @@ def test_budgets_by_a_share_of_memory(runner):
     options = {"memory_fraction": 0.3, "budget": 256, "max_budget": 4096, "sink": 32, "window": 32}
     config = RetrievalConfig.from_options("omnikv", options)
     table = request_table(config, 5, [10], runner, dense_share=0.25)
-    runner.batch("a", "b", "c", "d", "e", d={"budget": 128}, e={"method": "streamingllm"})
+    asked: dict[str, dict[str, Any]] = {"d": {"budget": 128}, "e": {"method": "streamingllm"}}
     for name, prompt in {"a": 32000, "b": 300, "c": 200000, "d": 32000, "e": 32000}.items():
-        runner.notes[name] = runner.notes[name]._replace(prompt=prompt)
-    budgets = table.select(table.seats(5)).total_pages
+        runner.notes[name] = note(**asked.get(name, {}))._replace(prompt=prompt)
+    runner.batch(*"abcde")
+    budgets = table.records[table.seats]["total"]
     assert budgets.tolist() == [round(32000 / 15 / 32), 3, 4096 // 32, 128 // 32, 67]
     with pytest.raises(RetrievalConfigError, match=r"memory_fraction=0\.3 is too little"):
         config.budget_of_share(1000, 0.3, "omnikv")
@@ -62,15 +63,14 @@ def test_budgets_by_a_share_of_memory(runner):
 
 def test_more_requests_than_there_is_room_for(runner, table):
     """The scheduler has not listened: said before anything of another request is touched."""
-    runner.batch("a", "b", "c", "d")
     with pytest.raises(RuntimeError, match="more requests at once than the 3 that there is room"):
-        table.seats(4)
+        runner.batch("a", "b", "c", "d")
 
 
 def test_counts_outlive_their_requests(runner, table):
     """The counts of a slot stay when another request takes it."""
     runner.batch("a", "b")
-    a, b = table.seats(2)
+    a, b = table.seats
     table.corrected[a] += 5
     table.recalls[a] += torch.tensor([10, 2, 3])
     table.recalls[b] += torch.tensor([100, 20, 30])
@@ -78,7 +78,7 @@ def test_counts_outlive_their_requests(runner, table):
     table.corrected[a] += 1
     assert table.release(["a"]) == [a]
     runner.batch("c", "b")
-    assert table.seats(2)[0] == a
+    assert table.seats[0] == a
     table.recalls[a] += torch.tensor([7, 0, 0])
     assert table.take_counts() == (1, 7, 0, 0, 0, 0, 0, 0, 0, 0)
     assert table.take_counts() == (0,) * 10
@@ -88,7 +88,7 @@ def test_a_preempted_request_goes_on_counting(runner, builder, table, caplog_vll
     """It has not finished, and is one line in the log when it has."""
     runner.batch("a")
     split(builder, [300])
-    table.corrected[table.seats(1)[0]] += 3
+    table.corrected[table.seats[0]] += 3
     assert table.take_counts() == (3, 0, 0, 0, 1, 1, 10, 40, 0, 0)
     assert len(table.release([], ["a"])) == 1
     assert "request_id" not in caplog_vllm.text
@@ -126,7 +126,7 @@ def test_a_session_may_go_from_tokens_to_pages(runner):
     builder = metadata_builder(table, rows=True)
     runner.batch("a")
     split(builder, [900])
-    table.spared[table.seats(1)[0]] += 1000
+    table.spared[table.seats[0]] += 1000
     assert table.take_counts().attended == 40 - 1000 // PAGE
     table.begin_step({"a": 1}, 1, {"a": note(method="freekv")})
     assert table.take_counts() == (0,) * 10
@@ -147,7 +147,7 @@ def test_sessions_that_wait_make_room(runner, monkeypatch):
 
     def run(worker, step):
         runner.batch(*step.num_scheduled_tokens)
-        return table.seats(len(table.batch))
+        return table.seats
 
     monkeypatch.setattr(CPUWorker, "execute_model", run)
 
@@ -181,10 +181,10 @@ def test_how_a_session_prefills_is_up_to_its_next_input(runner):
 
     def ask(**options):
         table.begin_step({"a": 5}, 5, {"a": note(**options)})
-        return table.prefill_budgets(table.seats(1)).any(0).tolist()
+        return table.prefill_budgets(table.seats).any(0).tolist()
 
     runner.batch("a", a={"exact": True})
-    assert not table.prefill_budgets(table.seats(1)).any()
+    assert not table.prefill_budgets(table.seats).any()
     assert ask() == [True]
     assert ask(exact=True) == [False]
 
@@ -194,35 +194,35 @@ def test_how_a_session_prefills_is_up_to_its_next_input(runner):
 
 def test_slots_follow_requests(runner, table):
     runner.batch("a", "b", "c")
-    a, b, c = table.seats(3).tolist()
+    a, b, c = table.seats.tolist()
     assert len({a, b, c}) == 3
     runner.batch("c", "a")
-    assert table.seats(2).tolist() == [c, a]
+    assert table.seats.tolist() == [c, a]
     assert len(table) == 3, "a request that is not scheduled keeps its slot"
     table.release(["b", "never seen"])
     runner.batch("d", "c", "a")
-    assert table.seats(3).tolist() == [b, c, a]
+    assert table.seats.tolist() == [b, c, a]
     table.release(["a", "c", "d"])
     assert len(table) == 0
 
 
 def test_options_go_with_the_slot(runner, table):
     runner.batch("a", "b", "c", b={"budget": 96, "correction_threshold": 0.5}, c={"exact": True})
-    rows = table.select(table.seats(3))
-    assert rows.total_pages.tolist() == [4, 3, 4]
-    assert rows.select_pages.tolist() == [2, 1, 2]
-    assert rows.threshold.tolist() == pytest.approx([0.9, 0.5, 0.9])
-    assert rows.exact.tolist() == [False, False, True]
+    rows = table.records[table.seats]
+    assert rows["total"].tolist() == [4, 3, 4]
+    assert rows["select"].tolist() == [2, 1, 2]
+    assert rows["threshold"].tolist() == pytest.approx([0.9, 0.5, 0.9])
+    assert rows["exact"].tolist() == [False, False, True]
     table.release(["b", "c"])
     runner.batch("a", "d", "e")
-    rows = table.select(table.seats(3))
-    assert rows.total_pages.tolist() == [4, 4, 4]
-    assert not rows.exact.any()
+    rows = table.records[table.seats]
+    assert rows["total"].tolist() == [4, 4, 4]
+    assert not rows["exact"].any()
 
 
 def test_options_that_nobody_validated_do_not_stop_the_engine(runner, table):
     runner.batch("a", a={"budget": 31})
-    assert table.select(table.seats(1)).total_pages.tolist() == [4]
+    assert table.records[table.seats]["total"].tolist() == [4]
 
 
 # ------------------------------------------------------------------------------------ the split
@@ -259,27 +259,28 @@ def test_prefill_is_exact(runner, builder):
 
 
 def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, table):
-    def calm(**scheduled):
+    def foreseen(**scheduled):
         table.begin_step(scheduled, sum(scheduled.values()))
-        return table.calm
+        return table.foreseen.now
 
     runner.batch("a", "b", b={"exact": True})
-    assert not calm(a=1, b=1)
+    assert not foreseen(a=1, b=1)
     assert split(builder, [4 * PAGE - 2, 999]) is None
-    assert [calm(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
+    assert [foreseen(b=1, a=1) for _ in range(3)] == [True, True, False], "the budget is reached"
     step = split(builder, [4 * PAGE + 1, 1002])
     assert step.decode[0].rows.select.tolist() == [2]
     assert step.whole.index.tolist() == [1]
-    assert table._steps[table.seats(2), :2].tolist() == [[4, 1], [4, 0]], "all were counted"
+    assert table._steps[table.seats, :2].tolist() == [[4, 1], [4, 0]], "all were counted"
 
     table.release(["a"])
     runner.batch("b")
     assert split(builder, [1003]) is None
-    assert calm(b=1)
-    assert not calm(b=1, c=5), "another batch"
-    assert not calm(b=1), "and from then on nothing is known"
+    assert foreseen(b=1)
+    runner.notes["c"] = note()
+    assert not foreseen(b=1, c=5), "another batch"
+    assert not foreseen(b=1), "and from then on nothing is known"
     assert split(builder, [1005]) is None
-    assert not calm(b=2), "not a decode step"
+    assert not foreseen(b=2), "not a decode step"
 
 
 def test_long_prompts_are_staged_within_the_budget_too(runner, builder):
@@ -355,7 +356,7 @@ def test_attention_that_is_not_causal_is_vllms_affair(runner, builder, table, mo
     assert metadata.causal == causal
     builder.storage = Memory(token_major=True)
     if causal:
-        table.calm = True
+        table.foreseen.now = True
         assert builder.build(0, common).split.whole.by.lengths.tolist() == [900]
     else:
         with pytest.raises(RetrievalConfigError, match="attends to some of its input in both dir"):
@@ -382,6 +383,7 @@ def test_only_consecutive_steps_speculate(runner, builder, table):
     )
     assert split(builder, [301]).decode[0].rows.fresh.tolist() == [0]
     table.release([], ["a"])  # its tokens are computed anew, then it goes on
+    runner.batch("a")
     assert split(builder, [303]).decode[0].rows.fresh.tolist() == [1]
     runner.batch("b", "a")
     assert split(builder, [700, 304]).decode[0].rows.fresh.tolist() == [1, 0], (

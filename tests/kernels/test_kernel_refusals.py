@@ -25,7 +25,7 @@ def test_wrong_tensors_are_refused():
     chooser = make_chooser(20, 1, 1, 1, 64, torch.bfloat16)
     query = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
     rows = make_rows([20 * PAGE], chooser, (1, 1, 2))
-    rows.threshold = rows.threshold.double()
+    rows.numbers = {**rows.numbers, "threshold": rows.numbers["threshold"].double()}
     with pytest.raises(ValueError, match="threshold must be torch"):
         cpu.plan_decode(query, rows, chooser)
     rows = make_rows([20 * PAGE], chooser, (1, 1, 2))

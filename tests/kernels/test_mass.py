@@ -13,6 +13,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.index import make_index
 from vllm_kvretrieval.values import LEAST_SHARE
 
@@ -33,7 +34,7 @@ def setting(index, parts, dtype, masses, per_token=False, sharp=1.0):
     rows = make_rows(
         [90 * PAGE - 5, 60 * PAGE, 40 * PAGE + 1], chooser, budget, tau=1.0, per_token=per_token
     )
-    rows.mass[:] = torch.tensor(masses)
+    rows.numbers["mass"][:] = torch.tensor(masses)
     query = sharp * torch.randn(3, KV_HEADS * GROUP, 64)
     return chooser, query.to(dtype), replace(rows, spared=torch.zeros(SEATS, dtype=torch.int64))
 
@@ -102,8 +103,8 @@ def test_it_is_the_smallest_set_that_reaches_it():
             reached = fixed + shares[chosen].sum()
             least = shares[chosen].min()
             if len(chosen) < SELECT:
-                assert reached >= rows.mass[r] - 1e-5
-                assert len(chosen) == 1 or reached - least < rows.mass[r] + 1e-5
+                assert reached >= rows.numbers["mass"][r] - 1e-5
+                assert len(chosen) == 1 or reached - least < rows.numbers["mass"][r] + 1e-5
                 others = [j for j in range(SINK, len(pages) - WINDOW) if j not in chosen]
                 assert shares[[j for j in others if j < len(shares)]].max() <= least + 1e-6
             spared += SELECT - len(chosen)
@@ -127,7 +128,7 @@ def test_refused(change, why):
         if isinstance(value, torch.Tensor):
             rows = replace(rows, **{name: value})
         else:
-            getattr(rows, name)[1] = value
+            rows.numbers[name][1] = value
     with pytest.raises(ValueError, match=why):
         cpu.plan_decode(query, rows, chooser)
 
@@ -149,7 +150,7 @@ def test_refused(change, why):
     ],
 )
 def test_methods_that_have_a_mass(method, options, mass):
-    assert RetrievalConfig.from_options(method, options).own.mass == mass
+    assert MASS.of(RetrievalConfig.from_options(method, options).own) == mass
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,10 @@ def test_the_least_mass_is_one_in_32_bits():
     chooser, query, rows = setting("mean", 1, torch.float32, [0.5, 0.5, LEAST_SHARE])
     cpu.plan_decode(query, rows, chooser)
     served = RetrievalConfig.from_options("twilight", {"mass": LEAST_SHARE})
-    assert RequestOptions.parse(None, served).mass == LEAST_SHARE
+    assert RequestOptions.parse(None, served).numbers["mass"] == LEAST_SHARE
 
 
 def test_requests_choose():
     served = RetrievalConfig.from_options("twilight", {"also": ["freekv"]})
     for options, mass in [({}, 0.95), ({"mass": 0.5}, 0.5), ({"method": "freekv"}, 1)]:
-        assert RequestOptions.parse({"kv_retrieval": options}, served).mass == mass
+        assert RequestOptions.parse({"kv_retrieval": options}, served).numbers["mass"] == mass

@@ -177,7 +177,8 @@ def test_refused_choosers(change, why):
 
 def test_refused_with_a_mass():
     chooser, query, rows = setting()
-    rows.mass[1], rows.spared = 0.9, torch.zeros(len(LENS), dtype=torch.int64)
+    rows.numbers["mass"][1] = 0.9
+    rows.spared = torch.zeros(len(LENS), dtype=torch.int64)
     with pytest.raises(ValueError, match=r"row 1: a mass of 0.9.* is reached by each step's own"):
         cpu.plan_decode(query, rows, chooser)
 

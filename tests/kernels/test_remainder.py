@@ -226,7 +226,7 @@ def test_heads_of_uneven_counts_leave_what_they_do_not_list(masses):
     table = torch.empty_like(counts)
     table[rows.seats.long()] = counts
     chooser = replace(chooser, selection=replace(chooser.selection, counts=table), handle=None)
-    rows.mass[:] = torch.tensor(masses)
+    rows.numbers["mass"][:] = torch.tensor(masses)
     rows.spared = torch.zeros(len(LENS), dtype=torch.int64)
     for ops, isa in [(reference, None), *((cpu, isa) for isa in visited())]:
         own = clone_rows(rows)

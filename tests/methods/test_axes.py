@@ -18,6 +18,7 @@ from vllm_kvretrieval.retrieval.families import (
     WholeMethod,
     family_with,
 )
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 from vllm_kvretrieval.retrieval.index import indexes
 from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import POOLINGS, Pooling
@@ -87,7 +88,7 @@ def test_every_combination(preset, index, pooling, schedule):
         assert made.schedule == schedule
         assert made.selects
         assert made.rerank == 0
-        assert made.correction_threshold == (0.9 if schedule == "speculative" else 1.0)
+        assert CORRECTION_THRESHOLD.of(made) == (0.9 if schedule == "speculative" else 1.0)
         assert (Need.KEYS in made.needs) == (index == "exact")
 
 
@@ -218,9 +219,9 @@ def test_also_changes_the_engines_own():
     assert [*served] == ["freekv", *also, "streamingllm"]
     fine = served["fine"]
     assert (fine.entry_tokens, fine.index, fine.pooling) == (16, make(index="one_bit").index, 2)
-    assert (fine.rerank, fine.correction_threshold) == (4, 0.5)
-    assert (served["steady"].rerank, served["steady"].correction_threshold) == (4, 1.0)
-    assert (served["other"].rerank, served["other"].correction_threshold) == (0, 0.5)
+    assert (fine.rerank, CORRECTION_THRESHOLD.of(fine)) == (4, 0.5)
+    assert (served["steady"].rerank, CORRECTION_THRESHOLD.of(served["steady"])) == (4, 1.0)
+    assert (served["other"].rerank, CORRECTION_THRESHOLD.of(served["other"])) == (0, 0.5)
     assert (served["quest"].pooling, served["quest"].rerank) == (Pooling.SUM, 0)
     assert served["bounds"].pooling is Pooling.MAX
     assert served["bounds"].index == make(index="min_max").index
@@ -262,7 +263,7 @@ def test_requests_name_them():
         got = RequestOptions.parse({"kv_retrieval": {"method": name, "budget": budget}}, served)
         assert (got.method, got.budget.total) == (name, budget // 32)
     freekv = RequestOptions.parse({"kv_retrieval_method": "freekv"}, served)
-    assert freekv.correction_threshold == 0.9
+    assert freekv.numbers["correction_threshold"] == 0.9
     for options, message in (
         ({"method": "quest"}, "method='quest' cannot be .* use one of kvretrieval, fr"),
         (

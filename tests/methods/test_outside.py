@@ -17,6 +17,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.extend import Field, Index, Rule
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families.dropping import DroppingMethod
+from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.index import OWN, IndexKind
 from vllm_kvretrieval.retrieval.index.check import check_index, check_outside
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -266,7 +267,7 @@ def test_spoilt_ones_are_refused(methods, message):
 def test_options_without_effect_on_a_rule(tmp_path, options, message):
     with installed(install(tmp_path, MEDIAN, POINTS)):
         own = RetrievalConfig.from_options("ruled", {"summary_size": 32}).own
-        assert (own.mass, own.rerank, own.entry_tokens) == (1, 0, 32)
+        assert (MASS.of(own), own.rerank, own.entry_tokens) == (1, 0, 32)
         with pytest.raises(RetrievalConfigError, match=message):
             RetrievalConfig.from_options("ruled", options)
 

@@ -223,7 +223,7 @@ def test_requests_have_counts_of_their_own():
     step = split(builder, [301, 301, 301])
     assert [plan.schedule for plan in step.decode] == [None] * 3
     assert table.selected is not None
-    counts = dict(zip("abc", table.selected[table.seats(3)].tolist(), strict=True))
+    counts = dict(zip("abc", table.selected[table.seats].tolist(), strict=True))
     # fier: 192 tokens each of 3; freekv: sink 1, window 2, 5 pages each; of nothing, nothing.
     assert counts == {"a": [346, 115, 115], "b": [1, 7, 7], "c": [0, 0, 0]}
     assert sum(counts["a"]) == 3 * 192

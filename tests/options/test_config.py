@@ -15,6 +15,7 @@ from vllm_kvretrieval.options.files import LOADERS
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.budget import PageBudget
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD, MASS
 from vllm_kvretrieval.values import parse_size
 
 SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
@@ -23,7 +24,7 @@ SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 def test_defaults():
     config = RetrievalConfig.from_options("freekv", {})
     assert (config.budget, config.page_size, config.dense_layers) == (2048, 32, 1)
-    assert config.own.correction_threshold == 0.9
+    assert CORRECTION_THRESHOLD.of(config.own) == 0.9
     assert config.page_budget() == PageBudget(sink=4, window=4, select=56)
 
 
@@ -265,7 +266,7 @@ def test_streamingllm_is_offered_where_it_has_room(method):
 @pytest.mark.parametrize("threshold", [-1, 0, 0.5, 1])
 def test_thresholds(threshold):
     config = RetrievalConfig.from_options("freekv", {"correction_threshold": threshold})
-    assert config.own.correction_threshold == threshold
+    assert CORRECTION_THRESHOLD.of(config.own) == threshold
 
 
 @pytest.mark.parametrize(
@@ -285,4 +286,4 @@ def test_thresholds(threshold):
 def test_a_variant_goes_without_options_that_need_what_it_names(method, options, variant, left):
     made = RetrievalConfig.from_options(method, {**options, "also": {"variant": variant}})
     changed = made.methods["variant"]
-    assert (changed.outliers, changed.mass, changed.remainder) == left
+    assert (changed.outliers, MASS.of(changed), changed.remainder) == left

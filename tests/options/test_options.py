@@ -8,8 +8,7 @@ import pytest
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import markdown
-from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.options.request_table import REQUEST
+from vllm_kvretrieval.options.request import REQUEST, RequestOptions
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.families import (
     DroppingMethod,

@@ -6,16 +6,20 @@ import pytest
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.request import MOST_READ, RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.budget import PageBudget
 
 SERVER = RetrievalConfig.from_options("freekv", {"budget": 1024})
 
 
+def numbers(threshold: float) -> dict[str, float]:
+    return {"correction_threshold": threshold, "mass": 1.0}
+
+
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_retrieval": {}}, {"another_plugin": 3}])
 def test_a_silent_request_gets_the_servers_options(extra_args):
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", SERVER.page_budget(), 0.9, exact=False)
+    assert options == RequestOptions("freekv", SERVER.page_budget(), numbers(0.9), exact=False)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -26,13 +30,17 @@ def test_request_options(flat):
     else:
         extra_args = {"kv_retrieval": given}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.95, True, own_budget=True)
+    assert options == RequestOptions(
+        "freekv", PageBudget(1, 2, 13), numbers(0.95), True, own_budget=True
+    )
 
 
 def test_flat_keys_complete_nested_ones():
     extra_args = {"kv_retrieval": {"budget": 512}, "kv_retrieval_exact": 1}
     options = RequestOptions.parse(extra_args, SERVER)
-    assert options == RequestOptions("freekv", PageBudget(1, 2, 13), 0.9, True, own_budget=True)
+    assert options == RequestOptions(
+        "freekv", PageBudget(1, 2, 13), numbers(0.9), True, own_budget=True
+    )
 
 
 @pytest.mark.parametrize("home", ["disk", "auto"])
@@ -145,3 +153,35 @@ def test_a_server_may_share_exact_prefixes_only():
 def test_request_options_must_be_a_mapping():
     with pytest.raises(RetrievalConfigError, match='use flat keys such as "kv_retrieval_budget"'):
         RequestOptions.parse({"kv_retrieval": 512}, SERVER)
+
+
+def test_equal_options_are_read_once(monkeypatch):
+    """Nested or flat; but what Python takes for equal may be refused all the same."""
+    read, checked = list[Any](), RequestOptions._checked
+
+    def note(given, config):
+        read.append(given)
+        return checked(given, config)
+
+    monkeypatch.setattr(RequestOptions, "_checked", note)
+    reader = RequestReader(SERVER)
+    first = reader.read({"kv_retrieval": {"budget": 512, "exact": 1}})
+    assert reader.read({"kv_retrieval_budget": 512, "kv_retrieval_exact": 1, "other": 3}) is first
+    assert len(read) == 1
+    assert reader.read({"kv_retrieval": {"budget": 512, "exact": True}}) == first
+    assert reader.read(None) == RequestOptions.parse(None, SERVER)
+    for wrong in (512.0, "512"):
+        with pytest.raises(RetrievalConfigError, match="must be a whole number"):
+            reader.read({"kv_retrieval_budget": wrong})
+    reader.read({"kv_retrieval": {"correction_threshold": 1}})
+    with pytest.raises(RetrievalConfigError, match="correction_threshold=True must be a number"):
+        reader.read({"kv_retrieval": {"correction_threshold": True}})
+
+
+def test_a_client_cannot_fill_the_memory():
+    reader = RequestReader(SERVER)
+    for number in range(MOST_READ + 10):
+        threshold = number / (2 * MOST_READ)
+        asked = reader.read({"kv_retrieval": {"correction_threshold": threshold}})
+        assert asked.numbers["correction_threshold"] == threshold
+    assert len(reader._read) == 10

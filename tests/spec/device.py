@@ -6,7 +6,7 @@ import torch
 
 from tests.spec import ops as reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.rows import DecodeRows, Mode
+from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 
 
@@ -84,19 +84,16 @@ def _step(
     )
     budget = sink + window + select
     whole, was_whole = (-(-tokens // size) <= budget for tokens in (lengths, lengths - 1))
-    return DecodeRows(
-        block_table=rows.block_table[own],
-        seq_lens=lengths,
-        seats=seats,
+    step = DecodeRows.selecting(
+        Contexts(rows.block_table[own], lengths, seats),
+        torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
+        lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
         sink=torch.where(whole, 0, sink),
         window=torch.where(whole, 0, window),
-        mode=torch.where(whole, int(Mode.WHOLE), int(Mode.SELECT)).to(torch.uint8),
         select=torch.where(whole, 0, select),
-        threshold=options[:, Column.THRESHOLD].contiguous().view(torch.float32),
         fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
-        mass=torch.ones(len(own)),
+        numbers={"threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32)},
         corrected=requests.corrected,
-        spared=torch.empty(0, dtype=torch.int64),
-        lists=torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
-        lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
     )
+    step.mode[whole] = Mode.WHOLE
+    return step

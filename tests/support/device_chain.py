@@ -28,6 +28,7 @@ from vllm_kvretrieval.kernels.device import (
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
 REFERENCE = SimpleNamespace(**vars(device_reference) | vars(slots_reference))
 DTYPE, PAGE, SEATS = torch.bfloat16, 32, 3
@@ -133,7 +134,7 @@ class Chain:
                 self._add_tier(pairs, width)
         table = self.state.requests.table
         table[:, : Column.SELECT + 1] = torch.tensor([SINK, WINDOW, SELECT], device=device)
-        table[:, Column.THRESHOLD] = bits(own.correction_threshold)
+        table[:, Column.THRESHOLD] = bits(CORRECTION_THRESHOLD.of(own))
         self.draw(-1)
 
     def _add_tier(self, pairs, width):

@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
+from vllm_kvretrieval.retrieval.families.scored import MASS
 from vllm_kvretrieval.retrieval.levels import Kind
 
 
@@ -51,7 +52,8 @@ class Truth:
         self.config = self.scheduler.retrieval
         seats = self.scheduler.max_num_running_reqs + 1
         heads = LocalHeads([slice(0, 1)])
-        self.table = request_table(self.config, seats, [1], Runner(), heads=heads)
+        self.runner = Runner()
+        self.table = request_table(self.config, seats, [1], self.runner, heads=heads)
         sparse = self.config.prefill_budget is not None
         self.prefill = ChunkPlanner(self.config) if sparse else None
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -82,10 +84,11 @@ class Truth:
             request = self.scheduler.requests[name]
             assert note.prompt == request.num_prompt_tokens
             assert note.tokens == max(request.num_tokens, request.num_prompt_tokens)
-        self.table.batch = list(scheduled)
         self.table.begin_step(scheduled, sum(scheduled.values()), brought)
+        self.runner.order = tuple(scheduled)
+        self.table.set_batch(None)
         self._watched = self.promised | (self.exact_prefixes & brought.keys())
-        seats = self.table.seats(len(scheduled))
+        seats = self.table.seats
         for row, (name, tokens) in enumerate(scheduled.items()):
             if name in brought:
                 self._check_shared(self.scheduler.requests[name], tokens)
@@ -121,7 +124,7 @@ class Truth:
         method = config.methods[name]
         budget = given.get("budget", 0 if config.memory_fraction else config.budget)
         share = 0 if "budget" in given else config.memory_fraction or 0
-        decode = budget, share, given.get("mass", method.mass)
+        decode = budget, share, given.get("mass", MASS.of(method))
         tokens, least = (
             given.get("prefill_budget", config.prefill_budget),
             given.get("prefill_share"),
@@ -159,7 +162,7 @@ class Truth:
         lens = np.array([end], dtype=np.int32)
         if tokens == 1 and table.decodes(seat, lens)[0]:
             pages = -(-lens // self.config.page_size)
-            return ~split_rows(table.select(seat), pages, np.array([True])).sparse
+            return ~split_rows(table.records[seat], pages, np.array([True])).sparse
         if (
             self.prefill is not None
             and table.prefill_budgets(seat).any()

@@ -146,7 +146,7 @@ def make_rows(lens, chooser, budget, *, tau=0.5, fresh=0, exact=(), per_token=Fa
         sink=sink,
         window=window,
         select=select,
-        threshold=tau,
+        numbers={"threshold": tau},
         fresh=fresh,
         corrected=torch.zeros(seats, dtype=torch.int64),
         per_token=per_token,

@@ -285,7 +285,8 @@ class RecordingWorker:
             yield Step(
                 self.requests.batch[place], name, method, length, pages,
                 query[place].float().reshape(shape).clone(), attended,
-                output[place].float().reshape(shape).clone(), float(rows.threshold[r]), budget,
+                output[place].float().reshape(shape).clone(),
+                float(rows.numbers["threshold"][r]), budget,
                 [*self.retrieval_layers].index(name), keys, values,
             )  # fmt: skip
 

@@ -22,19 +22,23 @@ class Runner:
 
     Attributes:
         notes: The table's.
+        order: The batch that is about to run.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, Note] = {}
+        self.order: tuple[str, ...] = ()
         self.table: RequestTable | None = None
 
     def batch(self, *req_ids: str, **options: Any) -> None:
         """The batch about to run; ``options`` are those of requests that are new in it."""
         assert self.table is not None
-        self.table.batch = req_ids
+        self.order = req_ids
         for req_id in req_ids:
             if req_id not in self.notes:
                 self.notes[req_id] = note(**options.get(req_id, {}))
+        self.table.admit(req_ids)
+        self.table.set_batch(None)
 
 
 def note(**options: Any) -> Note:
@@ -53,9 +57,7 @@ def request_table(
     """A table of requests for retrieval layers of so many KV heads, as a worker makes it."""
     room = Capacity(config, kv_heads, longest)
     heads = sum(kv_heads)
-    table: RequestTable = RequestTable(
-        config, seats, heads, room, lambda common: table.batch, **options
-    )
+    table = RequestTable(config, seats, heads, room, lambda common: runner.order, **options)
     table.notes, runner.table = runner.notes, table
     return table
 
@@ -84,7 +86,7 @@ def split(builder, lens, queries=None, prefilling=None):
         num_reqs=count,
     )
     table = builder.requests
-    table.ends[table.seats(count)] = np.where(prefilling or [False] * count, lens, 0)
+    table.ends[table.seats[:count]] = np.where(prefilling or [False] * count, lens, 0)
     dense = CPUAttentionMetadata(
         num_actual_tokens=int(starts[-1]),
         max_query_len=max(queries or [1]),

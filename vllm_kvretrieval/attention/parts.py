@@ -5,22 +5,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-class RowOptions(NamedTuple):
-    """Options of the rows of a step; arrays with an entry per row.
-
-    ``method`` is the place of the row's method in :attr:`RetrievalConfig.methods`.
-    """
-
-    sink_pages: np.ndarray
-    window_pages: np.ndarray
-    select_pages: np.ndarray
-    total_pages: np.ndarray
-    threshold: np.ndarray
-    mass: np.ndarray
-    exact: np.ndarray
-    method: np.ndarray
-
-
 class Part(NamedTuple):
     """Rows that one method decodes sparsely.
 
@@ -47,18 +31,18 @@ class Parts(NamedTuple):
     whole: np.ndarray
 
 
-def split_rows(options: RowOptions, pages: np.ndarray, decodes: np.ndarray) -> Parts:
+def split_rows(options: np.ndarray, pages: np.ndarray, decodes: np.ndarray) -> Parts:
     """Sort rows by how they attend.
 
     Args:
-        options: The options of each row's request.
+        options: :data:`SEAT` [R]; what each row's request asks for.
         pages: int [R]; pages of each row's context.
         decodes: bool [R]; whether a row decodes. A step may compute a single token of a prompt,
             too.
     """
-    sparse = (pages > options.total_pages) & decodes & ~options.exact
+    sparse = (pages > options["total"]) & decodes & ~options["exact"]
     sparsely = []
-    for method in np.unique(options.method[sparse]).tolist():
-        rows = np.flatnonzero(sparse & (options.method == method))
+    for method in np.unique(options["method"][sparse]).tolist():
+        rows = np.flatnonzero(sparse & (options["method"] == method))
         sparsely.append(Part(method, None if len(rows) == len(pages) else rows))
     return Parts(sparse, sparsely, np.flatnonzero(~sparse))

@@ -7,6 +7,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.levels import EXACT, NEVER, Level, Reading, Taint
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class ExactnessRules:
             share, most = config.memory_fraction, config.budget_limit
             least = config.budgets.least(config.methods[options.method])
         budget = float(least), share, float(most)
-        return *budget, float(options.mass), float(options.correction_threshold)
+        return *budget, *(float(options.numbers[known.name]) for known in SEAT_FIELDS)
 
     def _chunks(self, options: RequestOptions) -> tuple[float, ...]:
         """The measures of chunks of prompts; see :func:`_reading`."""
@@ -105,7 +106,8 @@ class ExactnessRules:
 
 def _decoding(config: RetrievalConfig, method: Method) -> str:
     """The rule by which steps of a method decode; all else is measured."""
-    measures = "least budget, memory_fraction, largest budget, mass, correction_threshold"
+    numbers = [known.name for known in SEAT_FIELDS]
+    measures = ", ".join(["least budget", "memory_fraction", "largest budget", *numbers])
     return _rule(measures, config, method)
 
 

@@ -1,30 +1,78 @@
 """The table of running requests: their seats, options and counts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.attention.parts import RowOptions
 from vllm_kvretrieval.engine.loads import LoadedPages
-from vllm_kvretrieval.engine.running import Note, read_options
+from vllm_kvretrieval.engine.running import Note, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.methods.page_chunks import PromptReads
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
+from vllm_kvretrieval.retrieval.seats import SEAT
+
+
+class ForeseenSteps:
+    """Steps that an earlier one has foreseen: its requests decode on, within their budgets.
+
+    They attend to whole contexts, so nobody plans them, and they are booked together, later.
+
+    Attributes:
+        now: Whether the step under way is one of them.
+    """
+
+    def __init__(self) -> None:
+        self.now = False
+        self._batch: frozenset[str] = frozenset()
+        self._left = self._passed = 0
+
+    def foresee(self, batch: Iterable[str], steps: int) -> None:
+        """Say that after this step come so many in which its batch stays within its budgets."""
+        self._batch, self._left = frozenset(batch), steps
+
+    def begin_step(
+        self, scheduled: Mapping[str, int], tokens: int, arrived: Collection[str]
+    ) -> None:
+        """See whether the step is one of them: a token for each request of the batch, none new.
+
+        Args:
+            scheduled: Tokens of each request in the step.
+            tokens: Tokens of the step.
+            arrived: Requests and sessions with new input.
+        """
+        decodes = not arrived and tokens == len(scheduled)
+        self.now = self._left > 0 and decodes and scheduled.keys() == self._batch
+        self._left -= self.now
+        self._passed += self.now
+
+    def stop(self) -> tuple[frozenset[str], int]:
+        """Foresee no more steps; returns the requests of those that have passed, and how many."""
+        passed, self._left, self._passed = self._passed, 0, 0
+        return self._batch, passed
 
 
 class RequestTable:
     """Gives every running request a seat, a stable index into all per-request state.
 
-    Life of a seat: a request takes a seat when it first appears in a batch, keeps it when the batch
-    is reordered or condensed, and gives it back when it ends or is preempted, or to make room for
+    Life of a seat: a request takes a seat when it is first scheduled, keeps it when the batch is
+    reordered or condensed, and gives it back when it ends or is preempted, or to make room for
     others. A resumed request takes a new seat: its first decode step corrects every head, so it
     needs only the counts of its old state. State is never cleared. It is valid only for a request
     that decoded sparsely in the step before; the metadata builder checks this by the length of the
     context at that step, which is forgotten when the seat changes hands.
+
+    A step: the worker takes back seats (:meth:`release`, :meth:`make_room`) and gives some
+    (:meth:`begin_step`). Each metadata builder says in which order the requests are in the batch
+    (:meth:`set_batch`), plans by :attr:`seats` and :attr:`records`, and books what it has planned
+    (:meth:`count_steps`, :meth:`count_prefill`), unless the step is foreseen. The worker ends the
+    step (:meth:`end_step`).
 
     Args:
         config: Options of the engine.
@@ -38,14 +86,15 @@ class RequestTable:
             head selects, whatever the budget.
 
     Attributes:
+        records: :data:`SEAT` [capacity]; what the requests ask for.
+        foreseen: The steps that need no plan.
         selected: int32 [capacity, retrieval_heads]; pages or tokens that each KV head, layer after
             layer, selects for the request of a seat, if the context has as many; or tokens that a
             method that drops tokens keeps of a prompt. None: all heads select equally many.
         kept: The prompts of requests whose methods drop tokens; None: no method does.
         corrected: int64 [capacity]; see :class:`Counts`.
         spared: int64 [capacity]; see :attr:`DecodeRows.spared`.
-        by_mass: Whether the mass of a request has an effect. Otherwise all KV heads attend to as
-            many units as are selected.
+        plain: Numbers of requests that have no effect here.
         prompt_reads: How KV heads read prompts that retrieve.
         recalls: int64 [capacity, 3]; units looked up, missed and recalled.
         in_step: Whether a step of requests is under way; vLLM's dummy runs are none.
@@ -55,7 +104,6 @@ class RequestTable:
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
         loaded: Pages that a KV connector fills; None: there is no connector.
-        calm: Whether the step about to run is a decode step within all budgets, known beforehand.
     """
 
     def __init__(
@@ -69,7 +117,7 @@ class RequestTable:
         heads: LocalHeads | None = None,
         fixed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._reader = config, RequestReader(config)
         self.room, self.fixed = room, fixed or {}
         self.selected: torch.Tensor | None = None
         methods = config.methods.values()
@@ -81,14 +129,17 @@ class RequestTable:
         self.retrieval_heads = retrieval_heads
         self.dense_share = dense_share
         self.capacity = capacity
+        self.records = np.zeros(capacity, dtype=SEAT)
+        self.foreseen = ForeseenSteps()
         self._rows = rows
         self.in_step = False
         self.batch: Sequence[str] = ()
+        self._batch_seats: np.ndarray | None = None
         self.notes: dict[str, Note] = {}
         self.ends = np.zeros(capacity, dtype=np.int32)
         self.corrected = torch.zeros(capacity, dtype=torch.int64)
         self.spared = torch.zeros(capacity, dtype=torch.int64)
-        self.by_mass = True
+        self.plain: Sequence[SeatField] = ()
         self.prompt_reads = PromptReads()
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
@@ -99,24 +150,12 @@ class RequestTable:
         self._seat_of: dict[str, int] = {}
         self._per_seat: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
-        self._sink = np.zeros(capacity, dtype=np.int32)
-        self._window = np.zeros(capacity, dtype=np.int32)
-        self._select = np.zeros(capacity, dtype=np.int32)
-        self._total = np.zeros(capacity, dtype=np.int32)
-        self._threshold = np.zeros(capacity, dtype=np.float32)
-        self._mass = np.ones(capacity, dtype=np.float32)
-        self._exact = np.zeros(capacity, dtype=bool)
-        self._method = np.zeros(capacity, dtype=np.int32)
-        self._units = np.ones(capacity, dtype=np.int64)  # of selection, in a page
-        self._prefill = np.zeros((3, capacity), dtype=np.int32)
-        self._prefill_share = np.zeros(capacity)
-        self._methods = {name: number for number, name in enumerate(config.methods)}
+        # Units of selection in a page, by the number of the method.
+        tokens = [config.page_size if m.per_token else 1 for m in config.methods.values()]
+        self._units = np.array(tokens, dtype=np.int64)
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
-        self.calm = False
-        self._calm_batch: set[str] = set()
-        self._calm_left = self._calm_passed = 0
 
     def __len__(self) -> int:
         return len(self._seat_of)
@@ -132,8 +171,8 @@ class RequestTable:
         Returns:
             The seats that were taken back.
         """
-        self._settle()
-        seats = []
+        self._book_foreseen()
+        self._batch_seats, seats = None, []
         for req_id in preempted:
             if (seat := self._seat_of.pop(req_id, None)) is not None:
                 self._preempted[req_id] = self._take_out(seat)
@@ -145,10 +184,11 @@ class RequestTable:
                 noted = self._take_out(seat)
                 seats.append(seat)
             if noted is not None:
-                self._past += noted[1]
                 context, counted = noted
-                counts = Counts(*counted.tolist())
-                log_usage(req_id, context, counts, self.retrieval_heads)
+                self._past += counted
+                if context:  # some step of it was booked
+                    counts = Counts(*counted.tolist())
+                    log_usage(req_id, context, counts, self.retrieval_heads)
         self._free += seats
         return seats
 
@@ -192,7 +232,7 @@ class RequestTable:
         index = torch.tensor(seats)
         counts = (self.corrected[:, None], self.recalls, self._steps)
         total = torch.cat([count[index].sum(0) for count in counts])
-        spared = self.spared[index] // torch.from_numpy(self._units)[index]
+        spared = self.spared[index] // torch.from_numpy(self._units_of(index.numpy()))
         total[Counts._fields.index("attended")] -= spared.sum()
         return total
 
@@ -206,16 +246,17 @@ class RequestTable:
         return int(self._context[seat]), counts
 
     def begin_step(
-        self, scheduled: dict[str, int], tokens: int, notes: Mapping[str, Note] | None = None
+        self, scheduled: Mapping[str, int], tokens: int, notes: Mapping[str, Note] | None = None
     ) -> None:
-        """Begin a step, and find out whether it is ``calm``.
-
-        It is if :meth:`expect_calm` has foreseen it.
+        """Begin a step: its requests get seats, unless it is foreseen and they have them.
 
         Args:
             scheduled: Tokens of each request in the step.
             tokens: Tokens of the step.
             notes: Requests that have got their first blocks, and sessions that got more input.
+
+        Raises:
+            RuntimeError: The scheduler runs more requests at once than there are seats.
         """
         self.in_step = True
         notes = notes or {}
@@ -223,17 +264,16 @@ class RequestTable:
         self.notes |= notes
         for req_id in self.arrived & self._seat_of.keys():  # perhaps with other options
             self._read_options(req_id, self._seat_of[req_id])
-        self.calm = (
-            self._calm_left > 0
-            and not self.arrived
-            and tokens == len(scheduled)
-            and scheduled.keys() == self._calm_batch
-        )
-        if self.calm:
-            self._calm_left -= 1
-            self._calm_passed += 1
-        else:
-            self._settle()
+        self.foreseen.begin_step(scheduled, tokens, self.arrived)
+        if not self.foreseen.now:
+            self._book_foreseen()
+            self.admit(scheduled)
+
+    def admit(self, req_ids: Iterable[str]) -> None:
+        """Give seats to requests that have none; see :meth:`begin_step`."""
+        for req_id in req_ids:
+            if req_id not in self._seat_of:
+                self._take_in(req_id)
 
     def end_step(self) -> None:
         """End a step, and forget state that only it needed."""
@@ -241,18 +281,13 @@ class RequestTable:
         if self.kept is not None:
             self.kept.end_step()
 
-    def expect_calm(self, steps: int) -> None:
-        """Note that all rows decode within their budgets in this step and in ``steps`` more."""
-        self._calm_batch = set(self.batch)
-        self._calm_left = steps
-
-    def _settle(self) -> None:
-        """Book the calm steps that have passed. The next step is not calm."""
-        if self._calm_passed:
-            seats = [self._seat_of[req_id] for req_id in self._calm_batch]
-            self._context[seats] += self._calm_passed
-            self._steps[seats, 0] += self._calm_passed
-        self._calm_left = self._calm_passed = 0
+    def _book_foreseen(self) -> None:
+        """Book the foreseen steps that have passed; the next step is none of them."""
+        batch, passed = self.foreseen.stop()
+        if passed:
+            seats = [self._seat_of[req_id] for req_id in batch]
+            self._context[seats] += passed
+            self._steps[seats, 0] += passed
 
     def per_seat(self) -> np.ndarray:
         """A new array, int32 [capacity]. An entry is reset to zero when its seat changes hands."""
@@ -260,32 +295,17 @@ class RequestTable:
         self._per_seat.append(entries)
         return entries
 
-    def look(self, common: Any) -> None:
-        """Look who is in the batch that is about to run; before :meth:`seats`.
+    def set_batch(self, common: Any) -> None:
+        """Take the order of the requests from vLLM's description of the step."""
+        self.batch, self._batch_seats = self._rows(common), None
 
-        Args:
-            common: vLLM's description of the step.
-        """
-        self.batch = self._rows(common)
-
-    def seats(self, count: int) -> np.ndarray:
-        """The seats of the first ``count`` rows of the batch, int32 [count]."""
-        seat_of = self._seat_of
-        found = [seat_of[r] if r in seat_of else self._admit(r) for r in self.batch[:count]]
-        return np.array(found, dtype=np.int32)
-
-    def select(self, seats: np.ndarray) -> RowOptions:
-        """The options of the requests in ``seats``."""
-        return RowOptions(
-            self._sink[seats],
-            self._window[seats],
-            self._select[seats],
-            self._total[seats],
-            self._threshold[seats],
-            self._mass[seats],
-            self._exact[seats],
-            self._method[seats],
-        )
+    @property
+    def seats(self) -> np.ndarray:
+        """int32 [R]; the seats of the batch, in its order."""
+        if self._batch_seats is None:
+            found = [self._seat_of[req_id] for req_id in self.batch]
+            self._batch_seats = np.array(found, dtype=np.int32)
+        return self._batch_seats
 
     def decodes(self, seats: np.ndarray, lens: np.ndarray) -> np.ndarray:
         """bool [n]; whether the last token of each context is one that its request has generated.
@@ -314,11 +334,11 @@ class RequestTable:
 
     def prefill_budgets(self, seats: np.ndarray) -> np.ndarray:
         """Pages of sink, window and selection of chunks of prompts, int32 [3, n]; zeros: all."""
-        return self._prefill[:, seats]
+        return self.records["prefill"][seats].T
 
     def prefill_shares(self, seats: np.ndarray) -> np.ndarray:
         """The least share of the tokens before a chunk that it attends to, float64 [n]."""
-        return self._prefill_share[seats]
+        return self.records["prefill_share"][seats]
 
     def count_prefill(
         self, seats: np.ndarray, lens: np.ndarray, before: np.ndarray, attended: np.ndarray
@@ -338,21 +358,26 @@ class RequestTable:
     def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Units that a sparse step attends to, in contexts of ``pages`` pages; int64 [rows]."""
         if self.selected is None:
-            return self._total[seats].astype(np.int64) * self.retrieval_heads
+            return self.records["total"][seats].astype(np.int64) * self.retrieval_heads
         attended = self._attended_beside(seats, pages)
         if self.kept is None or not (keeps := self.kept.keeps[seats]).any():
             return attended
-        tokens = self.kept.attended(seats, self._context[seats], self._method[seats])
+        tokens = self.kept.attended(seats, self._context[seats], self.records["method"][seats])
         return np.where(keeps, tokens // self.config.page_size, attended)
 
     def _attended_beside(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
         assert self.selected is not None
-        always, units = self._sink[seats] + self._window[seats], self._units[seats]
+        records, units = self.records[seats], self._units_of(seats)
+        always = records["sink"] + records["window"]
         between = (pages - always) * units
         selected = np.minimum(self.selected.numpy()[seats], between[:, None]).sum(1, dtype=np.int64)
         return always.astype(np.int64) * self.retrieval_heads + selected // units
 
-    def _admit(self, req_id: str) -> int:
+    def _units_of(self, seats: np.ndarray) -> np.ndarray:
+        """int64 [n]; units of selection in a page, by the methods of the requests in ``seats``."""
+        return self._units[self.records["method"][seats]]
+
+    def _take_in(self, req_id: str) -> None:
         if not self._free:
             raise RuntimeError(
                 f"the scheduler runs more requests at once than the {self.capacity} that there is "
@@ -366,36 +391,30 @@ class RequestTable:
             _, counts = self._preempted.pop(req_id)
             self.corrected[seat] = counts[0]
             self.recalls[seat], self._steps[seat] = counts[1:].split((3, 6))
-        return seat
 
     def _read_options(self, req_id: str, seat: int) -> None:
         """Read the options of a request into its seat, which starts afresh."""
         note = self.notes[req_id]
-        options = read_options(req_id, note.extra_args, self.config)
+        options = read_options(req_id, note.extra_args, self._reader)
         self.ends[seat] = note.tokens
-        budget = options.budget
         if self.config.memory_fraction is not None and not options.own_budget:
             tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
-            budget = self.config.page_budget(tokens, options.method)
-        self._sink[seat], self._window[seat] = budget.sink, budget.window
-        self._select[seat], self._total[seat] = budget.select, budget.total
-        self._threshold[seat], self._exact[seat] = options.correction_threshold, options.exact
-        self._mass[seat] = options.mass if self.by_mass else 1
-        self._method[seat] = self._methods[options.method]
-        method = self.config.methods[options.method]
+            options = replace(options, budget=self.config.page_budget(tokens, options.method))
         # What was spared is booked by the unit of the method until now.
-        self._steps[seat, 3] -= self.spared[seat] // int(self._units[seat])
+        record = self.records[seat]
+        self._steps[seat, 3] -= self.spared[seat] // int(self._units[record["method"]])
         self.spared[seat] = 0
-        self._units[seat] = self.config.page_size if method.per_token else 1
+        write_options(record, options, self.config)
+        for known in self.plain:
+            record[known.column] = known.plain
         if self.selected is not None:
             fixed = self.fixed.get(options.method)
-            counts = torch.from_numpy(self.room.counts(options.method, budget))
+            counts = torch.from_numpy(self.room.counts(options.method, options.budget))
             self.selected[seat] = counts if fixed is None else fixed
         if self.kept is not None:
-            number = self._methods[options.method]
-            least = self.kept.admit(seat, number, note.tokens, budget, options.exact)
-            self._total[seat] = budget.total if least is None else least
-        self._prefill[:, seat] = options.prefill_budget or 0
-        self._prefill_share[seat] = options.prefill_share
+            least = self.kept.admit(
+                seat, int(record["method"]), note.tokens, options.budget, options.exact
+            )
+            record["total"] = options.budget.total if least is None else least
         for entries in self._per_seat:
             entries[seat] = 0

@@ -7,7 +7,8 @@ from vllm.logger import init_logger
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.options.request import RequestOptions, RequestReader
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 logger = init_logger("vllm.kvretrieval.requests")
 
@@ -54,11 +55,28 @@ def notes(scheduler_output: Any, known: Mapping[str, Note]) -> dict[str, Note]:
 
 
 def read_options(
-    req_id: str, extra_args: Mapping[str, Any] | None, config: RetrievalConfig
+    req_id: str, extra_args: Mapping[str, Any] | None, reader: RequestReader
 ) -> RequestOptions:
     """The options of a request; the engine's own if they cannot be served."""
     try:
-        return RequestOptions.parse(extra_args, config)
+        return reader.read(extra_args)
     except RetrievalConfigError as e:  # only a front end that skips our validation gets here
         logger.error("Request %s runs with the server's options: %s", req_id, e)
-        return RequestOptions.parse(None, config)
+        return reader.read(None)
+
+
+def write_options(seat: Any, options: RequestOptions, config: RetrievalConfig) -> None:
+    """Write the options of a request into its seat.
+
+    Args:
+        seat: A record of an array of :data:`SEAT`.
+        options: The options.
+        config: Options of the engine.
+    """
+    seat["sink"], seat["window"], seat["select"] = options.budget
+    seat["total"], seat["exact"] = options.budget.total, options.exact
+    seat["method"] = [*config.methods].index(options.method)
+    for known in SEAT_FIELDS:
+        seat[known.column] = options.numbers[known.name]
+    seat["prefill"] = options.prefill_budget or 0
+    seat["prefill_share"] = options.prefill_share

@@ -20,6 +20,7 @@ from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
+from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.retrieval.levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
@@ -70,7 +71,7 @@ class RetrievalScheduler(ChunkScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.levels = BlockLevels()
-        self._rules = ExactnessRules(self.retrieval)
+        self._rules, self._reader = ExactnessRules(self.retrieval), RequestReader(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._contexts: dict[str, Context] = {}
         self._arrivals = Arrivals()
@@ -262,7 +263,7 @@ class RetrievalScheduler(ChunkScheduler):
         if known is not None and known.params is request.sampling_params:
             return known.exactness
         extra_args = getattr(request.sampling_params, "extra_args", None)
-        options = read_options(request.request_id, extra_args, self.retrieval)
+        options = read_options(request.request_id, extra_args, self._reader)
         return self._rules.of(options)
 
     def _retrieves(self, request: Request) -> bool:

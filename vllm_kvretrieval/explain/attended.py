@@ -20,6 +20,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.families import DroppingMethod
 from vllm_kvretrieval.retrieval.keeping import Keeping, entropy_shares
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.retrieval.shares import ENTROPY_BOUNDS, Shares, allot
 
 
@@ -188,7 +189,7 @@ def _plan(
         window=window,
         select=select,
         corrected=torch.zeros(1, dtype=torch.int64),
-        mass=method.mass,
+        numbers={known.column: known.of(method) for known in SEAT_FIELDS},
         spared=torch.zeros(1, dtype=torch.int64),
         per_token=method.per_token,
     )

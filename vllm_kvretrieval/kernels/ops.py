@@ -100,9 +100,9 @@ class Ops(Protocol):
                 than in ``block_table``; a seat outside the selection or ``corrected``; a negative
                 sink or window; units to select by no index, tokens by one that scores entries only
                 or with ``rerank``, or beside a window without the tail page or all of an unfinished
-                entry; outliers by an index that tells none, or with ``rerank`` or a mass; or tokens
-                that 31 bits do not number. Or ``query`` is not of the layer's shape and dtype.
-                Nothing is written then.
+                entry; outliers by an index that tells none, or with ``rerank`` or an ``uneven``
+                number; or tokens that 31 bits do not number. Or ``query`` is not of the layer's
+                shape and dtype. Nothing is written then.
         """
         ...
 

@@ -1,10 +1,14 @@
 """The rows of a decode step, and the lists of tokens that rows and prompts attend to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 
 class Mode(IntEnum):
@@ -45,16 +49,12 @@ class DecodeRows:
             average. If a layer has :attr:`Selection.counts`, these say how many each head chooses.
             0: sink and window only. The context has at least as many units as sink, window and
             selection together. In other modes it is 0.
-        threshold: float32 [R]; correction threshold tau.
         fresh: uint8 [R]; 1 if the previous step was not a sparse decode step of this request.
-        mass: float32 [R]; the share of the scores of all units that is enough for a KV head, which
-            attends to the fewest selected units that reach it together with sink and window, but
-            to at least one. 1: to all selected units. Less than 1 needs scores pooled as shares
-            (``Pooling.MEAN_SOFTMAX``), no reranking, no outliers, and a threshold of 1.
+        numbers: float32 [R] each; the :data:`SEAT_FIELDS` by column, which say what they do.
         corrected: int64 [S]; incremented for every corrected KV head. Only rows that select need
             an entry.
         spared: int64 [S]; increased by the selected units that KV heads did not need. Only rows
-            with a mass below 1 need an entry.
+            with an ``uneven`` number need an entry.
         lists: int32 [R * kv_heads, width], written: the units that each (row, KV head) attends to,
             in context order, with the numbers of :class:`TokenLists`: for a page ``page_id *
             kv_heads + kv_head``, for a token this times ``page_size``, plus its place in the page.
@@ -70,9 +70,8 @@ class DecodeRows:
     window: torch.Tensor
     mode: torch.Tensor
     select: torch.Tensor
-    threshold: torch.Tensor
     fresh: torch.Tensor
-    mass: torch.Tensor
+    numbers: Mapping[str, torch.Tensor]
     corrected: torch.Tensor
     spared: torch.Tensor
     lists: torch.Tensor
@@ -93,20 +92,19 @@ class DecodeRows:
         window: torch.Tensor | int,
         select: torch.Tensor | int,
         corrected: torch.Tensor,
-        threshold: torch.Tensor | float = 1.0,
         fresh: torch.Tensor | bool = True,
-        mass: torch.Tensor | float = 1.0,
+        numbers: Mapping[str, torch.Tensor | float] = MappingProxyType({}),
         spared: torch.Tensor | None = None,
         per_token: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> "DecodeRows":
         """Rows that select by score; see the attributes. A plain number holds for every row.
 
-        ``lengths`` is made if it is not given.
+        ``lengths`` is made if it is not given; numbers that are not given are plain.
         """
         made = cls._made(
-            context, lists, lengths, Mode.SELECT, per_token, corrected,
-            sink=sink, window=window, select=select, threshold=threshold, fresh=fresh, mass=mass,
+            context, lists, lengths, Mode.SELECT, per_token, corrected, numbers,
+            sink=sink, window=window, select=select, fresh=fresh,
         )  # fmt: skip
         return made if spared is None else replace(made, spared=spared)
 
@@ -129,7 +127,7 @@ class DecodeRows:
         """
         nothing = torch.empty(0, dtype=torch.int64)
         return cls._made(
-            context, lists, lengths, Mode.GIVEN, per_token, nothing,
+            context, lists, lengths, Mode.GIVEN, per_token, nothing, {},
             sink=sink, window=window, fresh=fresh,
         )  # fmt: skip
 
@@ -139,7 +137,7 @@ class DecodeRows:
     ) -> "DecodeRows":
         """Rows that attend to all pages of their contexts."""
         nothing = torch.empty(0, dtype=torch.int64)
-        return cls._made(context, lists, lengths, Mode.WHOLE, False, nothing)
+        return cls._made(context, lists, lengths, Mode.WHOLE, False, nothing, {})
 
     @classmethod
     def _made(
@@ -150,25 +148,31 @@ class DecodeRows:
         mode: Mode,
         per_token: bool,
         corrected: torch.Tensor,
-        **numbers: torch.Tensor | float,
+        numbers: Mapping[str, torch.Tensor | float],
+        *,
+        sink: torch.Tensor | int = 0,
+        window: torch.Tensor | int = 0,
+        select: torch.Tensor | int = 0,
+        fresh: torch.Tensor | bool = False,
     ) -> "DecodeRows":
         rows = len(context.seq_lens)
 
-        def each(name: str, dtype: torch.dtype = torch.int32, default: int = 0) -> torch.Tensor:
-            given = numbers.get(name, default)
+        def each(given: torch.Tensor | float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             if isinstance(given, torch.Tensor):
                 return given
             return torch.full((rows,), given, dtype=dtype)
 
         return cls(
             *context,
-            sink=each("sink"),
-            window=each("window"),
+            sink=each(sink),
+            window=each(window),
             mode=torch.full((rows,), mode, dtype=torch.uint8),
-            select=each("select"),
-            threshold=each("threshold", torch.float32),
-            fresh=each("fresh", torch.uint8),
-            mass=each("mass", torch.float32, 1),
+            select=each(select),
+            fresh=each(fresh, torch.uint8),
+            numbers={
+                known.column: each(numbers.get(known.column, known.plain), torch.float32)
+                for known in SEAT_FIELDS
+            },
             corrected=corrected,
             spared=torch.empty(0, dtype=torch.int64),
             lists=lists,

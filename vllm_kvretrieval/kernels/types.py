@@ -145,7 +145,7 @@ class Chooser:
             index that estimates the attention, shares (``Pooling.MEAN_SOFTMAX``) and no reranking.
         outliers: The share of the selected pages that are outliers: those with the lowest cosine of
             a key with the mean of its entry, whatever their scores are. It takes an index that
-            tells them, no reranking, and rows whose mass is 1.
+            tells them, no reranking, and rows whose ``uneven`` numbers are plain.
         handle: The view of an implementation of all this, made on first use.
     """
 

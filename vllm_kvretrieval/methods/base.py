@@ -24,7 +24,6 @@ from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage.base import LayerStorage, Source, Storage
 
 if TYPE_CHECKING:
-    from vllm_kvretrieval.attention.parts import RowOptions
     from vllm_kvretrieval.methods.kept_prompts import KeptPrompts
     from vllm_kvretrieval.methods.page_chunks import ChunkSelection, PromptReads
     from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -59,14 +58,11 @@ class Seats(Protocol):
 
     config: "RetrievalConfig"
     room: Capacity
+    records: np.ndarray
     kept: "KeptPrompts | None"
     corrected: torch.Tensor
     spared: torch.Tensor
     prompt_reads: "PromptReads"
-
-    def select(self, seats: np.ndarray) -> "RowOptions":
-        """The options of the requests in these seats."""
-        ...
 
     def per_seat(self) -> np.ndarray:
         """A new array, int32 [seats]. An entry is reset to zero when its seat changes hands."""
@@ -100,14 +96,14 @@ class StepRows:
         context: The rows' contexts.
         fresh: bool [R]; whether the previous step was no sparse decode step of the request.
         index: See :class:`DecodePlan`.
-        options: What their requests ask for.
+        options: :data:`SEAT` [R]; what their requests ask for.
     """
 
     seats: np.ndarray
     context: Contexts
     fresh: np.ndarray
     index: torch.Tensor | None
-    options: "RowOptions"
+    options: np.ndarray
 
     @property
     def lens(self) -> np.ndarray:

@@ -82,7 +82,7 @@ class Dropping:
         """Note the queries of the step that decide which tokens of their prompts are kept."""
         watches = list[Watch]()
         kept, seats = self._kept, step.seats
-        methods = self._facts.requests.select(seats).method
+        methods = self._facts.requests.records["method"][seats]
         reading = kept.keeps[seats] & (step.before < kept.ends[seats])
         rule = kept.rules[self._number]
         for row in np.flatnonzero(reading & (methods == self._number)).tolist():

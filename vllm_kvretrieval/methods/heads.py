@@ -25,8 +25,8 @@ class Heads(Scored):
         decode_rows = DecodeRows.given(
             rows.context,
             torch.empty(len(rows.seats) * heads, pages, dtype=torch.int32),
-            sink=torch.from_numpy(rows.options.sink_pages),
-            window=torch.from_numpy(rows.options.window_pages),
+            sink=torch.from_numpy(rows.options["sink"].copy()),
+            window=torch.from_numpy(rows.options["window"].copy()),
             fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
         )
         lists = TokenLists(decode_rows.lists, decode_rows.lengths, size, heads)

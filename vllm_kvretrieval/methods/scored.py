@@ -32,6 +32,7 @@ from vllm_kvretrieval.methods.base import (
 )
 from vllm_kvretrieval.methods.page_chunks import PageSelector
 from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.base import Source
 
 
@@ -61,11 +62,13 @@ class Scored:
             rows.context,
             lists[:count],
             lengths=lengths[:count],
-            sink=torch.from_numpy(options.sink_pages * units),
-            window=torch.from_numpy(options.window_pages * units),
-            select=torch.from_numpy(options.select_pages * units),
-            threshold=torch.from_numpy(options.threshold),
-            mass=torch.from_numpy(options.mass),
+            sink=torch.from_numpy(options["sink"] * units),
+            window=torch.from_numpy(options["window"] * units),
+            select=torch.from_numpy(options["select"] * units),
+            numbers={
+                known.column: torch.from_numpy(options[known.column].copy())
+                for known in SEAT_FIELDS
+            },
             spared=facts.requests.spared,
             fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
             corrected=facts.requests.corrected,

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-NONE = frozenset[str]()
-
-NEEDS: Mapping[str, frozenset[str]] = {
-    "correction_threshold": frozenset({"schedule"}),
-    "rerank": frozenset({"index"}),
-    "outliers": frozenset({"index", "rerank"}),
-    "remainder": frozenset({"index", "pooling", "schedule", "rerank"}),
-    "mass": frozenset({"pooling", "schedule", "rerank", "outliers"}),
-}
-"""Options of the server's method that a variant goes without where it names one of these."""
-
 
 @dataclass(frozen=True)
 class RetrievalConfig(Options):
@@ -86,7 +75,7 @@ class RetrievalConfig(Options):
                 )
             base = options.get("preset", name if name in presets() else self.method)
             own = {} if base != self.method else self._of_method()
-            own = {key: own[key] for key in own if NEEDS.get(key, NONE).isdisjoint(options)}
+            own = {key: own[key] for key in own if options.keys().isdisjoint(OPTIONS[key].rests_on)}
             changed = {key: value for key, value in options.items() if key != "preset"}
             try:
                 made[name] = make_method(name, base, own | changed, self.page_size)

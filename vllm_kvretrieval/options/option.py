@@ -24,6 +24,8 @@ class Option:
         verdict: How a refusal says that it has no effect.
         neutral: A value that changes nothing, and is accepted with every method and device.
         needs: The name of another option that must be given, too; empty: none.
+        rests_on: Options of a method that the value rests on: a variant of the server's method that
+            names one of them goes without the server's value.
         slow_home: Whether the option has an effect only if ``home`` is not ``device``.
         on_gpu: What to do on a GPU, where the option is refused; empty: GPUs have it.
         more: A link from docs/options.md to further text; empty: none.
@@ -37,6 +39,7 @@ class Option:
     verdict: str = "has no effect with"
     neutral: Any = None
     needs: str = ""
+    rests_on: tuple[str, ...] = ()
     slow_home: bool = False
     on_gpu: str = ""
     more: str = ""

@@ -1,23 +1,85 @@
-"""The options of one request, checked against those of its engine."""
+"""The options of a request: their table, and their check against those of the engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.option import refuse_without_effect
-from vllm_kvretrieval.options.request_table import REQUEST
-from vllm_kvretrieval.options.table import CONFIG_KEY
+from vllm_kvretrieval.options.option import Option, refuse_without_effect
+from vllm_kvretrieval.options.table import CONFIG_KEY, OPTIONS
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.values import (
+    PART,
+    SWITCH,
+    TOKENS,
     check_digits,
+    checked_later,
     meant,
     reject_misspelt,
     reject_unknown,
     shortened,
 )
+
+MOST_READ = 1024
+"""The number of different requests that a :class:`RequestReader` remembers."""
+
+
+def _number(known: SeatField) -> Option:
+    """The option by which a request sets a number of its method's."""
+    meaning = f"as the server's option, with methods that {known.methods}"
+    return replace(OPTIONS[known.name], meaning=meaning, default="the method's", of_method=False)
+
+
+_OTHERS: Mapping[str, Option] = {
+    "budget": Option(
+        TOKENS,
+        "the number of tokens that a KV head attends to in a decode step, up to the server's "
+        "`max_budget`",
+        "the server's",
+    ),
+    "exact": Option(
+        SWITCH,
+        "full attention at every step, from the file if the cache is on disk; the server may "
+        "forbid it (`allow_exact`)",
+        "false",
+    ),
+    "exact_prefix": Option(
+        SWITCH,
+        "share with other requests only keys and values that full attention has computed",
+        "false, unless the server's `reuse` is `exact`",
+        more="#what-requests-share",
+    ),
+    "method": Option(
+        checked_later("the server's method, one of its `also`, or `streamingllm`"),
+        "how the request selects",
+        "the server's",
+    ),
+    "prefill_budget": Option(
+        TOKENS,
+        "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
+        "`prefill_budget`; 0: all, and prefill is exact",
+        "the server's",
+        more="methods.md#sparse-prefill",
+    ),
+    "prefill_share": Option(
+        PART,
+        "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
+        "that is more than `prefill_budget`; up to the server's `prefill_share`",
+        "the server's",
+        why=NO_PAGES,
+        neutral=0,
+        more="methods.md#sparse-prefill",
+    ),
+}
+REQUEST: Mapping[str, Option] = dict(
+    sorted({**_OTHERS, **{known.name: _number(known) for known in SEAT_FIELDS}}.items())
+)
+"""The options of a request by name."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +89,9 @@ class RequestOptions:
     Attributes:
         method: Name in :attr:`RetrievalConfig.methods`.
         budget: Pages to attend to.
-        correction_threshold: See :class:`RetrievalConfig`.
+        numbers: The :data:`SEAT_FIELDS` by name.
         exact: Full attention at every step.
         own_budget: Whether the request names its budget.
-        mass: See :class:`Method`.
         prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
         prefill_share: The share of the tokens before it that a chunk attends to, where that is
             more; 0 if chunks attend to all of them.
@@ -40,11 +101,10 @@ class RequestOptions:
 
     method: str
     budget: PageBudget
-    correction_threshold: float
+    numbers: Mapping[str, float]
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
-    mass: float = 1.0
     prefill_budget: PageBudget | None = None
     prefill_share: float = 0.0
 
@@ -61,7 +121,7 @@ class RequestOptions:
             RetrievalConfigError: An unknown key, a wrong type, something that the engine does not
                 serve or allow.
         """
-        given = _request_options(extra_args or {})
+        given = _given(extra_args)
         reject_unknown(given, REQUEST, f"{CONFIG_KEY} of a request")
         try:
             return cls._checked(given, config)
@@ -88,11 +148,11 @@ class RequestOptions:
                 f"budget={budget} exceeds the server's limit of {config.budget_limit}. Ask for "
                 f"less, or start the server with --kv-retrieval.max_budget {budget}."
             )
-        if "correction_threshold" in given and not method.speculates:
-            raise RetrievalConfigError(
-                f"correction_threshold={value['correction_threshold']} has no effect with {name}, "
-                "which does so at every step; leave it out."
-            )
+        numbers = {}
+        for known in SEAT_FIELDS:
+            numbers[known.name] = value.get(known.name, known.of(method))
+            if known.name in value:
+                known.check(value[known.name], method)
         exact = value.get("exact", method.whole)
         if method.whole and not exact:
             raise RetrievalConfigError(
@@ -110,17 +170,14 @@ class RequestOptions:
                 "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
                 "whose requests share exact prefixes only; leave it out."
             )
-        mass = value.get("mass", method.mass)
-        method.check_mass(mass)
         prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
             config.page_budget(budget, method.name),
-            value.get("correction_threshold", method.correction_threshold),
+            numbers,
             exact,
             "budget" in given,
             exact_prefix,
-            mass,
             prefill_budget,
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
         )
@@ -149,6 +206,31 @@ class RequestOptions:
     def observes_all(self, config: RetrievalConfig) -> bool:
         """Whether all queries of the prompt count, those of a prefix in the cache, too."""
         return config.methods[self.method].observes_all and not self.exact
+
+
+class RequestReader:
+    """Reads the options of an engine's requests, and reads equal ones once.
+
+    The front end, the scheduler and each worker have a reader of their own, because no process
+    takes from a client, or from another process, that something is checked.
+
+    Attributes:
+        config: Options of the engine.
+    """
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        self.config = config
+        self._read: dict[str, RequestOptions] = {}
+
+    def read(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """The options of a request; see :meth:`RequestOptions.parse`, also for its errors."""
+        text = repr(_given(extra_args))  # tells True from 1 and 1.0, of which some are refused
+        if text not in self._read:
+            options = RequestOptions.parse(extra_args, self.config)
+            if len(self._read) == MOST_READ:  # clients may ask for anything
+                self._read.clear()
+            self._read[text] = options
+        return self._read[text]
 
 
 def _prefill_budget(
@@ -232,7 +314,9 @@ def _prefill_share(
     return share
 
 
-def _request_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+def _given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options that a request names, nested or flat; see :meth:`RequestOptions.parse`."""
+    extra_args = extra_args or {}
     nested = extra_args.get(CONFIG_KEY, {})
     check_digits(CONFIG_KEY, nested)
     if not isinstance(nested, Mapping):

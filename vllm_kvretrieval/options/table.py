@@ -106,6 +106,7 @@ class Options:
         Kind(f"0, or 2 to {scored.MOST_RERANKED}", require_int),
         "candidates per selected page that are scored again by their keys; 0: none",
         "the method's",
+        rests_on=("index",),
     )
     mass: float | None = of_method(
         SHARE,
@@ -114,6 +115,7 @@ class Options:
         "1; `twilight`: 0.95",
         neutral=1,
         more="methods.md#mass",
+        rests_on=("pooling", "schedule", "rerank", "outliers"),
     )
     remainder: float | None = of_method(
         PART,
@@ -122,6 +124,7 @@ class Options:
         "0; `kvretrieval`: 0.003 with its own pages of 16",
         neutral=0,
         more="methods.md#remainder",
+        rests_on=("index", "pooling", "schedule", "rerank"),
     )
     outliers: float | None = of_method(
         PART,
@@ -130,6 +133,7 @@ class Options:
         "0; `shadowkv`: 0.158",
         neutral=0,
         more="methods.md#shadowkv",
+        rests_on=("index", "rerank"),
     )
     unit: str | None = of_method(
         one_of(choices.UNITS),
@@ -143,6 +147,7 @@ class Options:
         "for schedule `speculative`: a KV head whose query has a lower cosine similarity to the "
         "previous step's selects anew before attention; 1 selects at every step, -1 never corrects",
         str(scored.DEFAULT_THRESHOLD),
+        rests_on=("schedule",),
     )
     budget_shares: Any = of_method(
         checked_later(

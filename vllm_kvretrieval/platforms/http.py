@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.platforms.requests import check_request, config_of
+from vllm_kvretrieval.platforms.requests import check_request, reader_of
 from vllm_kvretrieval.values import resembles
 
 XARGS = "vllm_xargs"
@@ -37,7 +37,7 @@ class RequestCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the specification of ASGI."""
-        if scope["type"] != "http" or config_of(scope["app"].state) is None:
+        if scope["type"] != "http" or reader_of(scope["app"].state) is None:
             await self._app(scope, receive, send)
             return
         body = bytearray()

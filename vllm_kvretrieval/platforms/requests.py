@@ -10,8 +10,7 @@ from vllm.exceptions import VLLMClientError
 from vllm_kvretrieval.attention.support import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.options.request_table import REQUEST
+from vllm_kvretrieval.options.request import REQUEST, RequestReader
 from vllm_kvretrieval.options.table import CONFIG_KEY
 
 OTHER_READERS = "vllm.logits_processors"
@@ -22,16 +21,18 @@ class RetrievalRequestError(RetrievalConfigError, VLLMClientError):
     """A request's ``kv_retrieval`` options are not acceptable; vLLM's server answers 400."""
 
 
-_configs: WeakKeyDictionary[Any, RetrievalConfig | None] = WeakKeyDictionary()
+_readers: WeakKeyDictionary[Any, RequestReader | None] = WeakKeyDictionary()
 
 
-def config_of(owner: Any) -> RetrievalConfig | None:
-    """Options of the engine of something that has its ``vllm_config``; made once and kept there."""
+def reader_of(owner: Any) -> RequestReader | None:
+    """Reads options for the engine of something that has its ``vllm_config``; made once and kept
+    there. None: the engine does not use retrieval."""
     if not hasattr(owner, "vllm_config"):
         return None
-    if owner not in _configs:
-        _configs[owner] = RetrievalConfig.from_vllm(owner.vllm_config)
-    return _configs[owner]
+    if owner not in _readers:
+        config = RetrievalConfig.from_vllm(owner.vllm_config)
+        _readers[owner] = None if config is None else RequestReader(config)
+    return _readers[owner]
 
 
 def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logprobs: Any) -> None:
@@ -45,12 +46,13 @@ def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logpr
     Raises:
         RetrievalRequestError: Names the option, and says why and what to do.
     """
-    config = config_of(owner)
-    if config is None:
+    reader = reader_of(owner)
+    if reader is None:
         return
+    config = reader.config
     try:
         _reject_bare(extra_args or {}, owner.vllm_config)
-        options = RequestOptions.parse(extra_args, config)
+        options = reader.read(extra_args)
     except RetrievalConfigError as e:
         raise RetrievalRequestError(str(e)) from None
     spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1

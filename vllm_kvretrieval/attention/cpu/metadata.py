@@ -100,10 +100,10 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         if self.own:
             metadata.full = self._full(dense)
-        requests.look(common_attn_metadata)
+        requests.set_batch(common_attn_metadata)
         lens, before = _lengths(dense)
         metadata.seen = self.planner.see(dense, before)
-        if not requests.calm:
+        if not requests.foreseen.now:
             metadata.split = self._split(common_attn_metadata, dense)
         elif self.storage.token_major and not self.own:
             everything = self._all_pages(dense.seq_lens, dense.block_table)

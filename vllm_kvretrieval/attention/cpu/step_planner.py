@@ -26,6 +26,7 @@ from vllm_kvretrieval.methods import (
     plan_whole,
 )
 from vllm_kvretrieval.methods.division import int32
+from vllm_kvretrieval.retrieval.seats import even
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
@@ -77,11 +78,11 @@ class StepPlanner:
             dense: vLLM's metadata of the batch.
             before: int [R]; tokens of each context before the step.
         """
-        least = Sees.ALL if self._requests.calm else Sees.PROMPTS
+        least = Sees.ALL if self._requests.foreseen.now else Sees.PROMPTS
         watching = [n for n, method in enumerate(self.methods) if method.sees >= least]
         if not watching:
             return {}
-        seats, lens = self._requests.seats(len(before)), dense.seq_lens.numpy()
+        seats, lens = self._requests.seats[: len(before)], dense.seq_lens.numpy()
         step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
         return {number: self.methods[number].see(step) for number in watching}
 
@@ -104,17 +105,18 @@ class StepPlanner:
             Plans for those that attend to parts of their contexts; and the places of the rest.
         """
         lens = dense.seq_lens.numpy()[:count]
-        seats = self._requests.seats(count)
+        seats = self._requests.seats[:count]
         decodes = self._requests.decodes(seats, lens)
-        batch = self._requests.select(seats)
+        batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
         parts = split_rows(batch, pages, decodes)
         self._requests.count_steps(seats, lens, pages, parts.sparse, decodes)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
-            room = batch.total_pages * self._page_size - lens
+            room = batch["total"] * self._page_size - lens
             never = np.iinfo(np.int32).max
-            self._requests.expect_calm(int(np.where(batch.exact, never, room).min()))
+            steps = int(np.where(batch["exact"], never, room).min())
+            self._requests.foreseen.foresee(self._requests.batch, steps)
         plans = [self._sparsely(dense, method, seats, rows) for method, rows in parts.sparsely]
         whole = np.setdiff1d(parts.whole, apart, assume_unique=True) if len(apart) else parts.whole
         if not self._in_place:
@@ -147,11 +149,11 @@ class StepPlanner:
         lens = contexts.seq_lens.numpy()
         fresh = self._last_len[seats] != lens - 1
         self._last_len[seats] = lens
-        options = self._requests.select(seats)
+        options = self._requests.records[seats]
         plan = method.plan(StepRows(seats, contexts, fresh, index, options))
-        if not self.attends and method.even and (options.mass == 1).all():
+        if not self.attends and method.even and even(options):
             # Pages, of which the last is the tail page, partly filled.
-            attended = options.total_pages * self._page_size - (-lens % self._page_size)
+            attended = options["total"] * self._page_size - (-lens % self._page_size)
             plan.schedule = self._schedules.of_lists(attended)
         return plan
 
@@ -167,7 +169,7 @@ class StepPlanner:
         longer = np.arange(rows, len(dense.seq_lens))
         if self._chunks is None:
             return longer
-        seats = self._requests.seats(rows)
+        seats = self._requests.seats[:rows]
         reads = ~self._requests.decodes(seats, dense.seq_lens.numpy()[:rows])
         return np.append(
             np.flatnonzero(reads & self._requests.prefill_budgets(seats).any(0)), longer
@@ -179,7 +181,7 @@ class StepPlanner:
             return []
         if self._chunks is None:
             return self._exactly(dense, slice(int(places[0]), len(dense.seq_lens)))
-        seats = self._requests.seats(len(dense.seq_lens))[places]
+        seats = self._requests.seats[places]
         budgets = self._requests.prefill_budgets(seats)
         sparse = budgets.any(0)
         lens = dense.seq_lens.numpy()[places]
@@ -193,7 +195,7 @@ class StepPlanner:
         read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
         self._requests.count_prefill(seats, lens, pairs, read)
         sparse &= lens > self._chunks.exact
-        methods = np.where(sparse, self._requests.select(seats).method, -1)
+        methods = np.where(sparse, self._requests.records["method"][seats], -1)
         parts, selecting = list[Prefill](), 0
         borders = np.flatnonzero((np.diff(methods) != 0) | (np.diff(places) != 1)) + 1
         for begin, end in pairwise([0, *borders.tolist(), len(sparse)]):

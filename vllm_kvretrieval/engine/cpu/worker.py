@@ -36,6 +36,8 @@ from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import move_kv_cache
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
@@ -173,7 +175,9 @@ class RetrievalCPUWorker(CPUWorker):
             planner.fixed_counts,
         )
         self.requests.prompt_reads = planner.prompt_reads
-        self.requests.by_mass = not capped and isas <= cpu.LAYOUTS.keys()
+        lacks = {} if isas <= cpu.LAYOUTS.keys() else UNKNOWN_KEYS.lacks
+        lacks = {**lacks, **(CAPPED_LOGITS.lacks if capped else {})}
+        self.requests.plain = [known for known in SEAT_FIELDS if known.need in lacks]
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.choosers = Choosers(planner, self.requests)
         for group in groups:

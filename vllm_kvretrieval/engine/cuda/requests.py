@@ -10,10 +10,22 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_kvretrieval.engine.running import Note, logger, read_options
+from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestReader
+from vllm_kvretrieval.retrieval.seats import SEAT
+
+COLUMNS_OF_SEATS = {
+    Column.SINK: "sink",
+    Column.WINDOW: "window",
+    Column.SELECT: "select",
+    Column.CHOOSER: "method",
+    Column.EXACT: "exact",
+    Column.THRESHOLD: "threshold",
+}
+"""The columns of the table on the device that have what is in a seat."""
 
 
 @dataclass
@@ -101,13 +113,13 @@ class RunningRequests:
         self, config: RetrievalConfig, capacity: int, retrieval_heads: int, device: torch.device
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
+        self._reader = RequestReader(config)
         self.retrieval_heads = retrieval_heads
         self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
         self.assumes_sparse = False
-        self._methods = {name: number for number, name in enumerate(config.methods)}
-        self._options = np.zeros((capacity, COLUMNS), dtype=np.int32)
+        self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
         self._tables: list[StagedWriteTensor] = []
         self._usage: list[Usage | None] = [None] * capacity
@@ -126,13 +138,12 @@ class RunningRequests:
 
     def admit(self, req_id: str, seat: int, note: Note) -> None:
         """Give a request its seat, and stage its options."""
-        options = read_options(req_id, note.extra_args, self.config)
-        row = self._options[seat]
-        row[:] = 0
-        row[Column.SINK], row[Column.WINDOW] = options.budget.sink, options.budget.window
-        row[Column.SELECT], row[Column.EXACT] = options.budget.select, options.exact
-        row[Column.CHOOSER] = self._methods[options.method]
-        row[Column.THRESHOLD] = np.float32(options.correction_threshold).view(np.int32)
+        record = self._records[seat]
+        write_options(record, read_options(req_id, note.extra_args, self._reader), self.config)
+        row = np.zeros(COLUMNS, dtype=np.int32)
+        for column, name in COLUMNS_OF_SEATS.items():
+            number = record[name]
+            row[column] = number.view(np.int32) if number.dtype == np.float32 else number
         for table in self._tables:
             table.stage_write(seat, 0, row.tolist())
         self._seat_of[req_id], self._came[seat] = seat, True
@@ -217,12 +228,11 @@ class RunningRequests:
 
     def _exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""
-        return self._options[seats, Column.EXACT] != 0
+        return self._records["exact"][seats]
 
     def _budgets(self, seats: np.ndarray) -> np.ndarray:
         """int64 [n]; pages."""
-        parts = self._options[seats][:, [Column.SINK, Column.WINDOW, Column.SELECT]]
-        return parts.sum(1, dtype=np.int64)
+        return self._records["total"][seats].astype(np.int64)
 
     def _pages(self, lens: np.ndarray) -> np.ndarray:
         return -(-lens // self.config.page_size)

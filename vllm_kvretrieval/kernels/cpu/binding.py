@@ -39,9 +39,7 @@ PER_ROW = {
     "window": torch.int32,
     "mode": torch.uint8,
     "select": torch.int32,
-    "threshold": torch.float32,
     "fresh": torch.uint8,
-    "mass": torch.float32,
 }
 
 
@@ -54,8 +52,9 @@ def rows_handle(rows: DecodeRows) -> "_cpu.DecodeRows":
 
 def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
     count = len(rows)
-    for name, dtype in PER_ROW.items():
-        tensor = getattr(rows, name)
+    per_row = [(name, getattr(rows, name), dtype) for name, dtype in PER_ROW.items()]
+    per_row += [(name, tensor, torch.float32) for name, tensor in rows.numbers.items()]
+    for name, tensor, dtype in per_row:
         check(name, tensor, dtype)
         if tensor.shape[0] < count:
             raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
@@ -76,11 +75,10 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         window=rows.window.data_ptr(),
         mode=rows.mode.data_ptr(),
         select=rows.select.data_ptr(),
-        threshold=rows.threshold.data_ptr(),
         fresh=rows.fresh.data_ptr(),
         corrected=rows.corrected.data_ptr(),
         corrected_seats=rows.corrected.shape[0],
-        mass=rows.mass.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in rows.numbers.items()},
         spared=rows.spared.data_ptr(),
         spared_seats=rows.spared.shape[0],
         lists=rows.lists.data_ptr(),

@@ -48,10 +48,10 @@ def plan_decode(
                 else:
                     best, enough = select_units(
                         grouped[head].float(), entries, head, chooser, (sink, count - window),
-                        select, rows.per_token, float(rows.mass[r]),
+                        select, rows.per_token, float(rows.numbers["mass"][r]),
                     )  # fmt: skip
                 corrected = bool(rows.fresh[r]) or _turned(
-                    grouped[head], previous[head], float(rows.threshold[r])
+                    grouped[head], previous[head], float(rows.numbers["threshold"][r])
                 )
                 former = selection.chosen[seat, head, :select]
                 chosen = best[enough] if corrected or everything else former.long()
@@ -162,7 +162,7 @@ def select_units(
         between: Where the sink ends and the window begins, in units.
         select: How many units to select.
         per_token: Whether units are single tokens; else they are pages.
-        mass: See :attr:`DecodeRows.mass`.
+        mass: See :data:`~vllm_kvretrieval.retrieval.families.scored.MASS`.
 
     Returns:
         int64 [select]; positions in the context, rising. And int64 [<= select], rising: the places

@@ -5,12 +5,12 @@ where the KV is; and a file of :mod:`vllm_kvretrieval.methods`, which runs it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -33,6 +33,7 @@ class Method:
         options: The options of an engine, among those that only some families have, that have an
             effect with the family.
         of_requests: The options of a request that have an effect with the family.
+        numbers: Those of them that set a number for the request which its method has, too.
 
         name: What requests call the method.
         page_size: Tokens per page.
@@ -54,10 +55,6 @@ class Method:
         outliers: The share of the selected pages that are outliers (:class:`Chooser`).
         remainder: The share of the estimated attention below which the mean value of an entry
             stands for it, if it is not selected; 0: what is not selected is left out.
-        mass: The share of the estimated attention that is enough for a KV head, which attends to
-            the fewest selected units that reach it; 1: to all of them.
-        correction_threshold: A KV head whose query has a lower cosine similarity to the previous
-            step's selects before attention. 1: each step attends to its own selection.
     """
 
     methods: ClassVar[str]
@@ -65,6 +62,7 @@ class Method:
     schedules: ClassVar[Mapping[str, str]]
     options: ClassVar[frozenset[str]]
     of_requests: ClassVar[frozenset[str]] = frozenset({"budget"})
+    numbers: ClassVar[tuple[SeatField, ...]] = ()
 
     name: str
     page_size: int
@@ -86,8 +84,6 @@ class Method:
     rerank: int = 0
     outliers: float = 0.0
     remainder: float = 0.0
-    mass: float = 1.0
-    correction_threshold: float = 1.0
 
     @classmethod
     def make(
@@ -150,7 +146,8 @@ class Method:
     @property
     def needs(self) -> frozenset[Need]:
         """The needs of the method that not every device, home and model serves."""
-        needs = set()
+        changing = [known for known in self.numbers if known.of(self) != known.plain]
+        needs = {known.need for known in changing if known.need is not None}
         if self.per_token:
             needs.add(Need.TOKENS)
         if not self.budget_shares.uniform:
@@ -213,20 +210,8 @@ class Method:
         """
         return {}
 
-    def check_mass(self, mass: float) -> None:
-        """Refuse a mass that cannot be reached.
-
-        Raises:
-            RetrievalConfigError: The method's scores are no shares of the attention.
-        """
-        if mass < 1:
-            raise RetrievalConfigError(
-                f"mass={mass} cannot be reached with {self.name}: it takes scores that are shares "
-                "of the attention, of each step (pooling mean_softmax, schedule every_step, no "
-                "rerank, no outliers). Leave it out, or use kvretrieval."
-            )
-
     @property
     def rule(self) -> "Method":
         """The method without the numbers that a request may set and that are measured."""
-        return self
+        plain: dict[str, Any] = {known.name: known.plain for known in self.numbers}
+        return replace(self, **plain)

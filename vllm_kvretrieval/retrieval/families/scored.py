@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.families.base import Method
+from vllm_kvretrieval.retrieval.families.numbers import SeatField
 from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.index.rule import Rule, check_rule
 from vllm_kvretrieval.retrieval.needs import Need
@@ -24,6 +25,47 @@ MOST_SPANNED = 2
 MOST_RERANKED = 64
 
 
+def _check_mass(mass: float, method: "ScoredMethod") -> None:
+    if mass < 1 and not method.estimates_shares:
+        raise RetrievalConfigError(
+            f"mass={mass} cannot be reached with {method.name}: it takes scores that are shares of "
+            "the attention, of each step (pooling mean_softmax, schedule every_step, no rerank, no "
+            "outliers). Leave it out, or use kvretrieval."
+        )
+
+
+def _check_threshold(threshold: float, method: "ScoredMethod") -> None:
+    if not method.speculates:
+        raise RetrievalConfigError(
+            f"correction_threshold={threshold} has no effect with {method.name}, which does so at "
+            "every step; leave it out."
+        )
+
+
+MASS = SeatField(
+    name="mass",
+    column="mass",
+    plain=1.0,
+    methods="select by shares of the attention at each step",
+    check=_check_mass,
+    need=Need.MASS,
+    uneven=True,
+)
+"""The share of the scores of all units that is enough for a KV head, which attends to the fewest
+selected units that reach it together with sink and window, but to at least one. Less than 1 needs
+scores pooled as shares (``Pooling.MEAN_SOFTMAX``), no reranking, no outliers, a threshold of 1."""
+
+CORRECTION_THRESHOLD = SeatField(
+    name="correction_threshold",
+    column="threshold",
+    plain=1.0,
+    methods="speculate",
+    check=_check_threshold,
+)
+"""A KV head whose query has a lower cosine similarity to the previous step's selects before
+attention. 1: each step attends to its own selection."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoredMethod(Method):
     """One method of this family; see :class:`Method`."""
@@ -40,9 +82,14 @@ class ScoredMethod(Method):
         "prefill_depth prefill_chunk prefill_queries prefill_sampling prefill_pooling "
         "streaming_attention".split()
     )
-    of_requests: ClassVar = frozenset("budget correction_threshold mass prefill_share".split())
+    numbers: ClassVar = (MASS, CORRECTION_THRESHOLD)
+    of_requests: ClassVar = frozenset(
+        {"budget", "prefill_share", *(known.name for known in numbers)}
+    )
 
     index: Index
+    mass: float = 1.0
+    correction_threshold: float
 
     @classmethod
     def make(
@@ -85,7 +132,7 @@ class ScoredMethod(Method):
         _check_unit(made)
         mass = given.get("mass", preset.mass if made.estimates_shares else 1.0)
         rest = given.get("remainder", preset.remainder if made.estimates_rest else 0.0)
-        made.check_mass(mass)
+        MASS.check(mass, made)
         if rest and not made.estimates_rest:
             raise RetrievalConfigError(
                 f"remainder={rest} cannot be added up with {name}: it takes an index that "
@@ -123,7 +170,6 @@ class ScoredMethod(Method):
             Need.KEYS: self.rerank > 0 or self.index.reads_keys,
             Need.READS: self.rerank > 0 or self.index.reads_keys or not self.index.grows,
             Need.UNEVEN_TOKENS: uneven,
-            Need.MASS: self.mass < 1,
             Need.REMAINDER: self.remainder > 0,
             Need.RERANK: self.rerank > 0,
             Need.OUTLIERS: self.outliers > 0,
@@ -131,16 +177,6 @@ class ScoredMethod(Method):
             Need.HIGHEST: self.pooling is Pooling.MAX_SOFTMAX,
         }
         return super().needs | {need for need, there in present.items() if there}
-
-    @property
-    def rule(self) -> Method:
-        """See :attr:`Method.rule`."""
-        return replace(self, mass=1.0, correction_threshold=1.0)
-
-    def check_mass(self, mass: float) -> None:
-        """See :meth:`Method.check_mass`."""
-        if not self.estimates_shares:
-            super().check_mass(mass)
 
 
 def _entry_tokens(size: int, page_size: int, index: Index) -> int:
