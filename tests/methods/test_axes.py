@@ -327,7 +327,11 @@ def test_a_budget_of_tokens():
         ("fier", {"index": "exact"}, "fier"),
         ("freekv", {"rerank": 4}, "freekv"),
         ("freekv", {"also": ["quest", "oracle"]}, "oracle"),
-        ("freekv", {"also": {"a": {"rerank": 2}, "b": {}, "c": {"index": "exact"}}}, "a, c"),
+        (
+            "freekv",
+            {"also": {"a": {"rerank": 2}, "b": {}, "c": {"index": "exact"}}},
+            "each of a, c",
+        ),
     ],
     ids=str,
 )

@@ -137,7 +137,10 @@ def test_selected_pages(llm, model):
 
 @pytest.mark.parametrize(
     ("rule", "what"),
-    [({"logits_soft_cap": CAP}, "soft-capping of logits"), ({"sinks": torch.zeros(4)}, "sinks")],
+    [
+        ({"logits_soft_cap": CAP}, "soft-capping"),
+        ({"sinks": torch.zeros(4)}, "learned attention sinks"),
+    ],
     ids=["capped", "sinks"],
 )
 @pytest.mark.parametrize("also", ["snapkv", "h2o"])
@@ -148,7 +151,7 @@ def test_methods_that_rate_by_attention_are_refused(rule, what, also):
     assert check_logits(*logits) == (False, False)
     for name, value in rule.items():
         setattr(bare.layers["model.layers.2"].impl, name, value)
-    with pytest.raises(RetrievalConfigError, match=f"{also} rates tokens by attention .*{what}"):
+    with pytest.raises(RetrievalConfigError, match=f"the {what} .* and {also} rates tokens"):
         check_logits(*logits)
 
 

@@ -370,8 +370,8 @@ def test_nixl_exchanges_only_with_instances_that_read_alike(configure):
 SHARING: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline of unknown layers": (
         {"pipeline_parallel_size": 2, "hf_overrides": {"sliding_window": 64}},
-        "--pipeline-parallel-size 2 * has layers on other workers, and which have full attention "
-        "is not said, and omnikv lets layers share a selection; leave it out.",
+        "--pipeline-parallel-size 2 * needs a configuration that says which layers have full "
+        "attention, and omnikv lets layers share a selection; use another method, or *",
     ),
     "connector": (
         {"kv_transfer_config": TRANSFER},

@@ -75,10 +75,10 @@ class Setting:
         """
         methods = list(methods)
         for need, lack in self.lacks.items():
-            if names := ", ".join(method.name for method in methods if need in method.needs):
+            if names := [method.name for method in methods if need in method.needs]:
+                who = names[0] if len(names) == 1 else f"each of {', '.join(names)}"
                 raise RetrievalConfigError(
-                    f"{name or self.name}{where} {lack.why}, and {names} {need.value}; "
-                    f"{lack.remedy}."
+                    f"{name or self.name}{where} {lack.why}, and {who} {need.value}; {lack.remedy}."
                 )
 
     def serves(self, method: "Method") -> bool:
@@ -86,107 +86,113 @@ class Setting:
         return method.needs.isdisjoint(self.lacks)
 
 
-LEAVE_HOME = "leave it out, or use home=device"
+LEAVE_HOME = "use another method, or home=device"
 BY_PAGES = "use a method that selects pages by an index, such as freekv, quest or kvretrieval"
 
 GPU = Setting(
     "a GPU",
     {
-        need: Lack("does not serve every method yet", BY_PAGES)
-        for need in (
-            Need.LAYERS_SHARE,
-            Need.DROPS,
-            Need.TOKENS,
-            Need.HEADS,
-            Need.UNEVEN_SHARES,
-            Need.RERANK,
-            Need.MASS,
-            Need.LONG_ENTRIES,
-            Need.REMAINDER,
-            Need.OUTLIERS,
-            Need.HIGHEST,
-        )
+        need: Lack("does not serve every method yet", remedy)
+        for need, remedy in {
+            Need.LAYERS_SHARE: BY_PAGES,
+            Need.DROPS: BY_PAGES,
+            Need.TOKENS: BY_PAGES,
+            Need.HEADS: BY_PAGES,
+            Need.UNEVEN_SHARES: f"set budget_shares=uniform, or {BY_PAGES}",
+            Need.RERANK: f"set rerank=0, or {BY_PAGES}",
+            Need.MASS: f"set mass=1, or {BY_PAGES}",
+            Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",
+            Need.REMAINDER: f"set remainder=0, or {BY_PAGES}",
+            Need.OUTLIERS: BY_PAGES,
+            Need.HIGHEST: f"set pooling=mean_softmax, or {BY_PAGES}",
+        }.items()
     },
 )
+LITTLE = "is for contexts of which little is read at a step"
 SLOW_HOME = Setting(
     "a slow home",
     {
         Need.KEYS: Lack("keeps keys where they are slow to read", LEAVE_HOME),
-        Need.UNEVEN_TOKENS: Lack("gives all KV heads as many slots", LEAVE_HOME),
-        Need.HEADS: Lack("is for contexts of which little is read at a step", LEAVE_HOME),
-        Need.EVERYTHING: Lack("is for contexts of which little is read at a step", LEAVE_HOME),
+        Need.UNEVEN_TOKENS: Lack(
+            "gives all KV heads as many slots", "set budget_shares=uniform, or home=device"
+        ),
+        Need.HEADS: Lack(LITTLE, LEAVE_HOME),
+        Need.EVERYTHING: Lack(LITTLE, LEAVE_HOME),
     },
 )
 CODEC = Setting(
     "a codec",
     {
-        Need.TOKENS: Lack("encodes whole pages", "use codec=raw"),
+        Need.TOKENS: Lack("encodes whole pages", "use another method, or codec=raw"),
         Need.UNEVEN_SHARES: Lack(
-            "reads contexts within the budget from slots, of which every layer needs as many",
-            "use codec=raw, or leave the shares out",
+            "reads contexts within the budget from slots, equally many in every layer",
+            "set budget_shares=uniform, or codec=raw",
         ),
     },
 )
-STREAMING = Setting("streaming_attention=True", {Need.TOKENS: Lack("is for pages", "leave it out")})
+STREAMING = Setting(
+    "streaming_attention=True",
+    {Need.TOKENS: Lack("is for pages", "use another method, or leave streaming_attention out")},
+)
 MEMORY_FRACTION = Setting(
     "memory_fraction",
-    {Need.HEADS: Lack("makes budgets of what a request may read", "leave one out")},
-)
-CAPPED_LOGITS = Setting(
-    "soft-capping of logits",
     {
-        Need.RATES: Lack(
-            "is not known where attention is observed",
-            "use methods that select pages, such as kvretrieval",
-        ),
+        Need.HEADS: Lack(
+            "sets the budget by what a request may read",
+            "use another method, or leave memory_fraction out",
+        )
+    },
+)
+SELECTING = "use methods that select pages, such as kvretrieval"
+CAPPED_LOGITS = Setting(
+    "the soft-capping of logits",
+    {
+        Need.RATES: Lack("is not known where attention is observed", SELECTING),
         Need.REMAINDER: Lack("is not known to indexes", "use kv_retrieval.remainder=0"),
         Need.MASS: Lack("is not known to indexes", "use kv_retrieval.mass=1"),
     },
 )
 SINKS = Setting(
     "the learned attention sinks",
-    {
-        Need.RATES: Lack(
-            "are not known where attention is observed",
-            "use methods that select pages, such as kvretrieval",
-        )
-    },
+    {Need.RATES: Lack("are not known where attention is observed", SELECTING)},
 )
 ALIKE = "are attended to by vLLM's kernel, which reads lists of one length"
 UNREAD = "cannot be read by our kernels"
 UNKNOWN_KEYS = Setting(
-    "keys that vLLM lays out in a way that is not known",
+    "keys in an unknown layout",
     {
         Need.UNEVEN_SHARES: Lack(ALIKE, "use methods without budget_shares"),
         Need.HEADS: Lack(ALIKE, "use methods by which all KV heads attend alike"),
         Need.MASS: Lack(ALIKE, "use methods without mass"),
-        Need.TOKENS: Lack(UNREAD, "use methods that select pages"),
+        Need.TOKENS: Lack(UNREAD, SELECTING),
         Need.READS: Lack(UNREAD, "use a method with index=min_max, which reads keys as written"),
     },
 )
 PIPELINE = Setting(
     "--pipeline-parallel-size",
     {
-        Need.UNEVEN_SHARES: Lack(
-            "leaves no worker with all layers, among which a budget is divided", "leave one out"
-        ),
-        Need.HEADS: Lack(
-            "leaves no worker with all layers, of which retrieval heads are chosen", "leave it out"
-        ),
+        need: Lack("leaves no worker with all layers", remedy)
+        for need, remedy in {
+            Need.UNEVEN_SHARES: "use budget_shares=uniform, or --tensor-parallel-size",
+            Need.HEADS: "use another method, or --tensor-parallel-size",
+        }.items()
     },
 )
 UNKNOWN_STAGES = Setting(
     "--pipeline-parallel-size where a model's configuration does not say its full layers",
     {
         Need.LAYERS_SHARE: Lack(
-            "has layers on other workers, and which have full attention is not said", "leave it out"
+            "needs a configuration that says which layers have full attention",
+            "use another method, or --tensor-parallel-size",
         )
     },
 )
 PARTIAL_MODELS = Setting(
     "layers with full attention that do not retrieve",
     {
-        need: Lack("are left as they are", "use a method of pages, without shares")
+        need: Lack(
+            "are left as they are", "use a method that selects pages, and budget_shares=uniform"
+        )
         for need in (Need.PROMPTS, Need.UNEVEN_SHARES, Need.HEADS)
     },
 )

@@ -77,7 +77,7 @@ def check_reading(planner: Planner, isas: set[str], foreign: bool) -> None:
             "--kv-offloading-size out."
         )
     if others:
-        check_keys(config, f" in {planner.model_config.model} ({others})")
+        check_keys(config, f" ({others}) of {planner.model_config.model}")
 
 
 def check_keys(config: RetrievalConfig, where: str) -> None:
@@ -85,7 +85,7 @@ def check_keys(config: RetrievalConfig, where: str) -> None:
 
     Args:
         config: Options of the engine.
-        where: The model and the layout, for the message.
+        where: The layout, and perhaps the model, for the message.
     """
     UNKNOWN_KEYS.check(config.methods.values(), where=where)
     if config.prefill_queries is not None:
