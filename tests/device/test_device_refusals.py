@@ -25,6 +25,8 @@ from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
+from vllm_kvretrieval.platforms.requests import RetrievalRequestError, check_request
+from vllm_kvretrieval.retrieval import needs
 
 HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 LACKS = "a GPU does not serve every method yet, and"
@@ -235,3 +237,13 @@ def test_layers(change, what):
         support.check_layer(served)
     with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
         support.check_layer(layer._replace(**change))
+
+
+def test_a_number_of_a_request_that_its_methods_may_not_have_on_a_gpu(configure):  # noqa: F811
+    owner = type("Owner", (), {})()
+    owner.vllm_config = configure(LLAMA, attention_backend="kvretrieval")
+    given = {"kv_retrieval": {"mass": 0.9}}
+    check_request(owner, {"kv_retrieval": {"mass": 1}}, None, needs.GPU)
+    with pytest.raises(RetrievalRequestError, match=r"mass=0\.9 is not served on a GPU yet; leave"):
+        check_request(owner, given, None, needs.GPU)
+    check_request(owner, given, None, needs.CPU)

@@ -3,6 +3,7 @@
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+from vllm_kvretrieval.retrieval.needs import GPU
 
 
 class GraphPlatform(CpuPlatform):
@@ -38,6 +39,7 @@ class DevicePlatform(RetrievalPlatform, GraphPlatform):
 
     worker = "tests.support.device_worker.DeviceWorker"
     support = "vllm_kvretrieval.attention.cuda.support"
+    setting = GPU
 
     @classmethod
     def retrieval_backend(cls, backend, selector, num_heads):

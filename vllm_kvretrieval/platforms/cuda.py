@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+from vllm_kvretrieval.retrieval.needs import GPU
 
 
 class CudaRetrieval(RetrievalPlatform):
@@ -12,6 +13,7 @@ class CudaRetrieval(RetrievalPlatform):
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
     support = "vllm_kvretrieval.attention.cuda.support"
+    setting = GPU
     record_alignment = RECORD_ALIGNMENT
 
     @classmethod

@@ -21,6 +21,7 @@ from vllm_kvretrieval.options.source import (
 )
 from vllm_kvretrieval.platforms.requests import check_request
 from vllm_kvretrieval.retrieval.layers import has_windows
+from vllm_kvretrieval.retrieval.needs import CPU, Setting
 from vllm_kvretrieval.retrieval.presets import preset_names
 from vllm_kvretrieval.upstream.rotations import check_rotations, keep_rotations
 
@@ -40,11 +41,13 @@ class RetrievalPlatform(Platform):
         worker: Path of the worker's class.
         support: The module with the refusals of this platform, of engines and of layers; imported
             when first needed.
+        setting: The needs of methods that the platform does not serve.
         record_alignment: The alignment of the fields of page indexes' records, in bytes.
     """
 
     worker: ClassVar[str]
     support: ClassVar[str]
+    setting: ClassVar[Setting] = CPU
     record_alignment: ClassVar[int] = 1
 
     @classmethod
@@ -150,7 +153,8 @@ class RetrievalPlatform(Platform):
         super().validate_request(processed_inputs, params)
         caller = sys._getframe(1).f_locals.get("self")
         extra_args = getattr(params, "extra_args", None)
-        check_request(caller, extra_args, getattr(params, "prompt_logprobs", None))
+        logprobs = getattr(params, "prompt_logprobs", None)
+        check_request(caller, extra_args, logprobs, cls.setting)
 
 
 def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
