@@ -38,7 +38,7 @@ class DevicePlatform(RetrievalPlatform, GraphPlatform):
     """It with what the CUDA platform checks, and its backends over a dense half in torch."""
 
     worker = "tests.support.device_worker.DeviceWorker"
-    support = "vllm_kvretrieval.attention.cuda.support"
+    refusals = "vllm_kvretrieval.attention.cuda.refusals"
     setting = GPU
 
     @classmethod

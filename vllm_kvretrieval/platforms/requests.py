@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import REQUEST, RequestReader
