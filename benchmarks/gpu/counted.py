@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from triton.runtime import JITFunction
 
-from vllm_kvretrieval.attention.cuda import support
+from vllm_kvretrieval.attention.cuda import refusals
 from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
 from vllm_kvretrieval.engine.cuda import layers
@@ -66,10 +66,10 @@ def served(method: str, home: str, budget: int = 2048) -> RetrievalConfig | None
     """Options of an engine with a preset on a GPU; None: it is refused there."""
     try:
         config = RetrievalConfig(method=method, home=home, budget=budget)
-        support.check_options(config)
-        support.check_home(config, sleeps=False)
+        refusals.check_options(config)
+        refusals.check_home(config, sleeps=False)
         for each in config.methods.values():
-            support.check_method(each)
+            refusals.check_method(each)
     except RetrievalConfigError:
         return None
     return config

@@ -33,7 +33,7 @@ from benchmarks.gpu.layer_step import LayerStep
 from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.mapped import map_host
-from vllm_kvretrieval.limits import available_memory
+from vllm_kvretrieval.system_limits import available_memory
 
 MODULE = "benchmarks.gpu.decode_layer"
 SHAPE = Shape()

@@ -23,7 +23,7 @@ from benchmarks.ops.setup import DTYPES, PAGE, Shape, add_common, keep, medians,
 from benchmarks.ops.stock_attention import StockAttention
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.kernels import ContextSelector, IndexRecords, cpu
-from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.prompt_chunks import Prompts
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.index.exact import Exact

@@ -41,7 +41,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.presets import preset_names
-from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 
 MIB = 1 << 20
 BLOCK = 128

@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.worker_counts import CountsExtension
-from vllm_kvretrieval.storage import plan
+from vllm_kvretrieval.storage import tier_sizes
 from vllm_kvretrieval.storage.encoded import EncodedHome
 
 EXTENSION = "benchmarks.serving.slow_worker.SlowHomeExtension"
@@ -134,9 +134,9 @@ class SlowHomeExtension(CountsExtension):
         slots = [impl.storage.slots for impl in layers]
         # A slot is a unit, or a token of a KV head.
         each = sum(s.nbytes for s in slots) // sum(self.planner.tiers.slots)
-        per_slot, per_unit, mappings = plan.BOOKS_PER_SLOT, plan.BOOKS_PER_UNIT, 1
+        per_slot, per_unit, mappings = tier_sizes.BOOKS_PER_SLOT, tier_sizes.BOOKS_PER_UNIT, 1
         if self.storage.token_major:
-            per_slot, per_unit, mappings = plan.BOOKS_PER_TOKEN, 0, 2
+            per_slot, per_unit, mappings = tier_sizes.BOOKS_PER_TOKEN, 0, 2
         staging = {id(impl.staging): impl.staging for impl in layers if impl.staging is not None}
         home = self.storage.home.memory
         in_home = range(home.data_ptr(), home.data_ptr() + home.nbytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm.v1.core.block_pool import BlockPool
 
 from benchmarks.stepper import Stepper
-from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.retrieval.exactness_levels import BlockLevels
 from vllm_kvretrieval.store.disk.contexts import NO_PARENT
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.disk.records import RECORD_BYTES, VOID, Record

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from benchmarks.tables.markdown import Options, Results
-from vllm_kvretrieval.attention.cuda.support import check_preset
+from vllm_kvretrieval.attention.cuda.refusals import check_preset
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families import Method, family_with

@@ -17,14 +17,16 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.options.test_refusals import TRANSFER, configure, pattern  # noqa: F401
 from tests.support.model_configs import LLAMA
-from vllm_kvretrieval.attention.cpu import support as cpu_support
-from vllm_kvretrieval.attention.cuda import support
+from vllm_kvretrieval.attention.cpu import refusals as cpu_refusals
+from vllm_kvretrieval.attention.cuda import refusals
 from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
+from vllm_kvretrieval.platforms.requests import RetrievalRequestError, check_request
+from vllm_kvretrieval.retrieval import needs
 
 HEADS = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 LACKS = "a GPU does not serve every method yet, and"
@@ -39,9 +41,9 @@ def runner(monkeypatch):
     def check_engine(vllm_config, config):
         with monkeypatch.context() as ours:
             ours.setattr(VllmConfig, "use_v2_model_runner", runner["use_v2_model_runner"])
-            support.check_engine(vllm_config, config)
+            refusals.check_engine(vllm_config, config)
 
-    monkeypatch.setattr(cpu_support, "check_engine", check_engine)
+    monkeypatch.setattr(cpu_refusals, "check_engine", check_engine)
     monkeypatch.delattr(CpuRetrieval, "finer_options")
     return runner
 
@@ -168,9 +170,9 @@ def test_engines(configure, model, options, message):  # noqa: F811
 
 def test_sleep():
     """Which vLLM's CPU platform does not know."""
-    support.check_home(RetrievalConfig(), sleeps=True)
+    refusals.check_home(RetrievalConfig(), sleeps=True)
     with pytest.raises(RetrievalConfigError, match=r"home=host cannot .* --enable-sleep-mode"):
-        support.check_home(RetrievalConfig(home="host"), sleeps=True)
+        refusals.check_home(RetrievalConfig(home="host"), sleeps=True)
 
 
 def test_a_benchmark_that_fills_the_cache_at_the_start(configure):  # noqa: F811
@@ -232,6 +234,16 @@ def test_models_that_describe_their_steps_themselves(configure, monkeypatch):  #
 def test_layers(change, what):
     layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 32)
     for served in (layer, layer._replace(has_sink=True)):
-        support.check_layer(served)
+        refusals.check_layer(served)
     with pytest.raises(RetrievalConfigError, match=f"KV retrieval does not support {what}"):
-        support.check_layer(layer._replace(**change))
+        refusals.check_layer(layer._replace(**change))
+
+
+def test_a_number_of_a_request_that_its_methods_may_not_have_on_a_gpu(configure):  # noqa: F811
+    owner = type("Owner", (), {})()
+    owner.vllm_config = configure(LLAMA, attention_backend="kvretrieval")
+    given = {"kv_retrieval": {"mass": 0.9}}
+    check_request(owner, {"kv_retrieval": {"mass": 1}}, None, needs.GPU)
+    with pytest.raises(RetrievalRequestError, match=r"mass=0\.9 is not served on a GPU yet; leave"):
+        check_request(owner, given, None, needs.GPU)
+    check_request(owner, given, None, needs.CPU)

@@ -28,7 +28,7 @@ from tests.support.engine import (
 )
 from tests.support.turns import chat, record_sparse, recorded_sparse, with_and_without_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.levels import EXACT
+from vllm_kvretrieval.retrieval.exactness_levels import EXACT
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 

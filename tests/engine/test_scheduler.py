@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, Stepper, full_attention
 from tests.support.exactness_model import Truth
-from vllm_kvretrieval.retrieval.levels import EXACT as NOTHING_LOST
+from vllm_kvretrieval.retrieval.exactness_levels import EXACT as NOTHING_LOST
 
 pytestmark = pytest.mark.model
 

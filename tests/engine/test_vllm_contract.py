@@ -27,7 +27,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, StreamingUpdate
 
 from benchmarks.stepper import Stepper
-from vllm_kvretrieval.engine.chunks import ChunkScheduler
+from vllm_kvretrieval.engine.chunk_scheduler import ChunkScheduler
 from vllm_kvretrieval.engine.scheduler import RetrievalAsyncScheduler, RetrievalScheduler
 
 COORDINATORS = (

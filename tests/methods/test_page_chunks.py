@@ -9,8 +9,8 @@ import torch
 from tests.spec import ops as reference
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection, cpu
-from vllm_kvretrieval.methods.division import Prompts
 from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner, PromptReads, is_late
+from vllm_kvretrieval.methods.prompt_chunks import Prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.index import make_index

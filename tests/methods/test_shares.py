@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import Runner, metadata_builder, request_table, split
-from vllm_kvretrieval.attention.support import check_layers
+from vllm_kvretrieval.attention.refusals import check_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.shares import allot, distribute, make_shares, pyramid

@@ -9,7 +9,7 @@ import torch
 from tests.support.bare_engine import BareEngine
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.methods.division import Prompts
+from vllm_kvretrieval.methods.prompt_chunks import Prompts
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions

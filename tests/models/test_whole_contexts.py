@@ -8,7 +8,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from benchmarks.common import RESULTS
 from tests.support.bare_engine import BareEngine
-from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
@@ -19,13 +19,13 @@ def machine(monkeypatch):
 
     def pretend(isa, layout="vec"):
         monkeypatch.setattr(cpu, "isa", lambda: isa)
-        monkeypatch.setattr(support, "_get_attn_isa", lambda *_: layout)
+        monkeypatch.setattr(refusals, "_get_attn_isa", lambda *_: layout)
 
     return pretend
 
 
 def choice(dtype, **options):
-    return support.choose_attention(RetrievalConfig.from_options("freekv", options), dtype, 64)
+    return refusals.choose_attention(RetrievalConfig.from_options("freekv", options), dtype, 64)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_table_is_what_was_measured():
         for row in result["rows"]:
             if row["chunk"] > 1:
                 found[row["dtype"]] = min(row["ratio"], found.get(row["dtype"], row["ratio"]))
-    assert least == support.RATIOS
+    assert least == refusals.RATIOS
 
 
 @pytest.mark.parametrize("options", [{}, {"also": ["fier"]}], ids=["pages", "rows"])

@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.engine import model_of, random_llama
-from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms import finer
 from vllm_kvretrieval.retrieval.presets import presets
@@ -25,10 +25,10 @@ def served(model, monkeypatch):
     """The options that an engine gets, on a CPU where our own kernel attends by default."""
     by_element = {"float32": 2.0, "bfloat16": 2.0}
     isas = ("avx512_bf16", "avx512", "avx2", "portable")
-    monkeypatch.setattr(support, "RATIOS", dict.fromkeys(isas, by_element))
+    monkeypatch.setattr(refusals, "RATIOS", dict.fromkeys(isas, by_element))
 
     def served(options, method="kvretrieval", dtype="bfloat16", layout=None, **engine):
-        for module in (support, finer):
+        for module in (refusals, finer):
 
             def isa(dtype, size, head_size=None):
                 return layout or ("vec" if size % 32 == 0 else "vec16")

@@ -6,7 +6,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.utils.argparse_utils import human_readable_int
 
-from vllm_kvretrieval.attention.cpu.support import check_home
+from vllm_kvretrieval.attention.cpu.refusals import check_home
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.values import parse_size

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvretrieval.attention.cuda.support import check_method
+from vllm_kvretrieval.attention.cuda.refusals import check_method
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval import needs

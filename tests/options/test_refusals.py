@@ -16,8 +16,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.support.engine import checkpoint
 from tests.support.model_configs import DEEPSEEK, LLAMA, WHISPER
-from vllm_kvretrieval.attention.cpu import support
-from vllm_kvretrieval.attention.support import CONNECTOR, check_layer
+from vllm_kvretrieval.attention.cpu import refusals
+from vllm_kvretrieval.attention.refusals import CONNECTOR, check_layer
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -40,7 +40,7 @@ def configure(tmp_path):
 def test_small_pages_where_vllm_cannot_attend_to_them(configure, monkeypatch):
     options = {"additional_config": {"kv_retrieval": {"page_size": 16}}}
     configure(LLAMA, **options)
-    monkeypatch.setattr(support, "_get_attn_isa", lambda *_: "neon")
+    monkeypatch.setattr(refusals, "_get_attn_isa", lambda *_: "neon")
     configure(LLAMA)
     with pytest.raises(ValueError, match="page_size=16 is not supported on this CPU"):
         configure(LLAMA, **options)
@@ -314,7 +314,7 @@ def test_steps_come_one_after_the_other(configure):
     retrieval = RetrievalConfig.from_vllm(config)
     assert retrieval is not None
     with pytest.raises(RetrievalConfigError, match="one step after the other; set --no-async"):
-        support.check_engine(config, retrieval)
+        refusals.check_engine(config, retrieval)
 
 
 def test_blocks_are_pages_where_a_connector_moves_them(configure):

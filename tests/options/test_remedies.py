@@ -14,8 +14,8 @@ from vllm.config import VllmConfig
 
 from tests.options.test_refusals import configure  # noqa: F401
 from tests.support.model_configs import LLAMA
-from vllm_kvretrieval.attention.cpu import support as cpu_support
-from vllm_kvretrieval.attention.cuda import support as cuda_support
+from vllm_kvretrieval.attention.cpu import refusals as cpu_refusals
+from vllm_kvretrieval.attention.cuda import refusals as cuda_refusals
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -54,7 +54,7 @@ class Device:
 
     def __init__(self, device: str, base: VllmConfig) -> None:
         self.device, self.base = device, base
-        self.support = {"cpu": cpu_support, "cuda": cuda_support}[device]
+        self.support = {"cpu": cpu_refusals, "cuda": cuda_refusals}[device]
 
     def refusal(self, engine: Engine) -> str | None:
         """Why the engine is not served; None: it is."""
@@ -66,7 +66,7 @@ class Device:
         assert method == name
         try:
             if self.device == "cuda":
-                cuda_support.check_preset(method, options_of(config))
+                cuda_refusals.check_preset(method, options_of(config))
             own: Any = RetrievalConfig.from_vllm(config)
             self.support.check_engine(config, own)
         except RetrievalConfigError as error:

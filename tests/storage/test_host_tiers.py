@@ -26,7 +26,7 @@ from vllm_kvretrieval.engine.memory import workers_here
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton import mapped, pages
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.plan import Cache
+from vllm_kvretrieval.storage.tier_sizes import Cache
 
 GIB = 2**30
 LLAMA = Cache(

@@ -18,14 +18,14 @@ import torch
 
 from tests.support import programs
 from tests.support.server import Server
-from vllm_kvretrieval import limits
+from vllm_kvretrieval import system_limits
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.cpu import MappingGuard
-from vllm_kvretrieval.limits import available_memory, explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage import home_file
 from vllm_kvretrieval.storage.home_file import HomeFile
 from vllm_kvretrieval.storage.mapped import DiskHome
+from vllm_kvretrieval.system_limits import available_memory, explained
 
 MIB, GIB = 1 << 20, 1 << 30
 NOBODY = 65534
@@ -287,7 +287,7 @@ def test_memory_that_the_system_refuses():
         raise BlockingIOError(errno.EAGAIN, "thread")
     with pytest.raises(RuntimeError, match=r"^other$"), explained("things"):
         raise RuntimeError("other")
-    with pytest.raises(ConnectionRefusedError), explained("things", limits.SCARCE):
+    with pytest.raises(ConnectionRefusedError), explained("things", system_limits.SCARCE):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
 
 
@@ -346,7 +346,7 @@ def test_memory_that_control_groups_leave(version, tmp_path):
         )
 
     def left():
-        return sorted(limits._available_in_groups(tmp_path / "cgroup", tmp_path))
+        return sorted(system_limits._available_in_groups(tmp_path / "cgroup", tmp_path))
 
     assert left() == []
     group(root, 5000, 900, 5, 15)  # as a container sees its own group

@@ -9,7 +9,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 from vllm_kvretrieval.engine.exactness import ExactnessRules
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
-from vllm_kvretrieval.retrieval.levels import (
+from vllm_kvretrieval.retrieval.exactness_levels import (
     ANYHOW,
     EXACT,
     NEVER,

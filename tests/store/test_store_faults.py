@@ -12,7 +12,7 @@ from benchmarks.serving import store_start
 from benchmarks.stepper import BLOCK
 from tests.support.store_life import BLOCKS, Life, prompt, stepper
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.retrieval.exactness_levels import BlockLevels
 from vllm_kvretrieval.store.disk.files import PIECE
 from vllm_kvretrieval.store.disk.inbox import PIN, UNPIN
 from vllm_kvretrieval.store.disk.records import RECORD_BYTES

@@ -3,6 +3,7 @@
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+from vllm_kvretrieval.retrieval.needs import GPU
 
 
 class GraphPlatform(CpuPlatform):
@@ -37,7 +38,8 @@ class DevicePlatform(RetrievalPlatform, GraphPlatform):
     """It with what the CUDA platform checks, and its backends over a dense half in torch."""
 
     worker = "tests.support.device_worker.DeviceWorker"
-    support = "vllm_kvretrieval.attention.cuda.support"
+    refusals = "vllm_kvretrieval.attention.cuda.refusals"
+    setting = GPU
 
     @classmethod
     def retrieval_backend(cls, backend, selector, num_heads):

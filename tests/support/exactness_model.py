@@ -11,10 +11,10 @@ from benchmarks.stepper import Stepper
 from tests.support.steps import Runner, request_table
 from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.engine.running import notes
-from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner
+from vllm_kvretrieval.retrieval.exactness_levels import Kind
 from vllm_kvretrieval.retrieval.families.scored import MASS
-from vllm_kvretrieval.retrieval.levels import Kind
 
 
 class Read(NamedTuple):

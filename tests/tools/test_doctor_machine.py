@@ -11,7 +11,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from tests.support.engine import checkpoint
 from tests.support.store_model import new_store
-from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor import machine, software
 from vllm_kvretrieval.doctor.findings import Severity
@@ -116,7 +116,7 @@ def test_the_size_of_the_cache_may_come_from_the_environment(monkeypatch):
 def test_the_elements_of_a_model(monkeypatch, slow, own, severity):
     """Where our kernel attends, prompts are multiplied in float32 in any case."""
     monkeypatch.setattr(defaults, "slow_bfloat16", lambda: slow)
-    monkeypatch.setattr(support, "choose_attention", lambda *_: support.Choice(own, ""))
+    monkeypatch.setattr(refusals, "choose_attention", lambda *_: refusals.Choice(own, ""))
     assert software.check_element().severity is severity
 
 

@@ -22,7 +22,7 @@ from tests.tools.test_explain import (  # noqa: F401
     save_tokenizer,
     smoothed,
 )
-from vllm_kvretrieval.attention.cpu import support
+from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms import finer
@@ -56,14 +56,14 @@ def test_the_command(model, capsys, tmp_path, monkeypatch):  # noqa: F811
 @pytest.fixture
 def engine_pages(model, monkeypatch):  # noqa: F811
     """Tokens per page of an engine, on a CPU where vLLM lays keys out in a given way."""
-    ratios = {isa: {"float32": 2.0, "bfloat16": 2.0} for isa in (*support.RATIOS, "portable")}
-    monkeypatch.setattr(support, "RATIOS", ratios)
+    ratios = {isa: {"float32": 2.0, "bfloat16": 2.0} for isa in (*refusals.RATIOS, "portable")}
+    monkeypatch.setattr(refusals, "RATIOS", ratios)
 
     def pages(layout):
         def isa(dtype, size, head_size=None):
             return layout if size % 32 == 0 else "vec16"
 
-        for module in (support, finer):
+        for module in (refusals, finer):
             monkeypatch.setattr(module, "_get_attn_isa", isa)
         engine = EngineArgs(
             model=str(model.folder), attention_backend="kvretrieval", skip_tokenizer_init=True

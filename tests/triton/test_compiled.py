@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common import RESULTS, ROOT, write_json
 from benchmarks.gpu import compiled, launches
-from vllm_kvretrieval.attention.cuda import support
+from vllm_kvretrieval.attention.cuda import refusals
 
 (PINNED,) = re.findall(r"^triton==(.+)$", (ROOT / "requirements/cuda-0.32.txt").read_text(), re.M)
 OFFLINE = "3.6.0"
@@ -49,7 +49,7 @@ def run(output, *options, cache):
 
 
 def test_every_head_size_that_is_served():
-    assert launches.HEAD_SIZES == support.HEAD_SIZES
+    assert launches.HEAD_SIZES == refusals.HEAD_SIZES
 
 
 def check_recorded(path):

@@ -5,7 +5,7 @@ import pytest
 from tests.support import device_chain, memory_checks, slot_checks
 from tests.support.side_work import Interleaved
 from vllm_kvretrieval.kernels.triton.mapped import map_host
-from vllm_kvretrieval.limits import available_memory
+from vllm_kvretrieval.system_limits import available_memory
 
 
 @pytest.mark.parametrize(("capacity", "select"), [(18, 6), (20, 7), (64, 12)])

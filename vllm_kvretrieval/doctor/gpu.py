@@ -10,7 +10,7 @@ def check_gpu() -> Iterator[Finding]:
     """Whether the kernels run on the GPU, and whether host memory may be locked for it."""
     from vllm.platforms import current_platform
 
-    from vllm_kvretrieval.attention.cuda.support import CAPABILITY
+    from vllm_kvretrieval.attention.cuda.refusals import CAPABILITY
 
     name, capability = current_platform.get_device_name(), current_platform.get_device_capability()
     if capability is None or capability < CAPABILITY:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from vllm_kvretrieval.doctor.findings import Finding, advice, error
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.storage.home_file import (
     MEMORY_FILE_SYSTEMS,
     can_reserve,
@@ -17,6 +16,7 @@ from vllm_kvretrieval.storage.home_file import (
     free_space,
     keeps_space,
 )
+from vllm_kvretrieval.system_limits import explained
 
 MIB, GIB = 1 << 20, 1 << 30
 SAMPLE = 64 * MIB

@@ -11,12 +11,12 @@ from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.doctor.caches import check_refused
 from vllm_kvretrieval.doctor.findings import Finding, Severity, advice, error
 from vllm_kvretrieval.doctor.logs import errors_of, quiet
-from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.model_files import check_model
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.disk.store import store_names
+from vllm_kvretrieval.system_limits import explained
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 SLOW = {"disk": ("on disk", "in memory"), "host": ("in host memory", "on the GPU")}

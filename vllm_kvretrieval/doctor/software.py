@@ -186,7 +186,7 @@ def check_element(vllm_config: Any = None) -> Finding:
     Args:
         vllm_config: vLLM's configuration; None: that of a model in bfloat16.
     """
-    from vllm_kvretrieval.attention.cpu.support import choose_attention
+    from vllm_kvretrieval.attention.cpu.refusals import choose_attention
     from vllm_kvretrieval.options.engine import RetrievalConfig
     from vllm_kvretrieval.upstream.defaults import check_dtype
 

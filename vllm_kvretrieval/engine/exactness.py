@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
+from vllm_kvretrieval.retrieval.exactness_levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.retrieval.families import Method
-from vllm_kvretrieval.retrieval.levels import EXACT, NEVER, Level, Reading, Taint
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 

@@ -7,12 +7,12 @@ import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_kvretrieval.attention.support import has_foreign_connector, nothing_retrieves
+from vllm_kvretrieval.attention.refusals import has_foreign_connector, nothing_retrieves
 from vllm_kvretrieval.compat import kv_cache_groups
 from vllm_kvretrieval.engine.connector import ENGINES
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.plan import Cache
+from vllm_kvretrieval.storage.tier_sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
 """Selects, by their names, the layers that attend to parts of long contexts."""

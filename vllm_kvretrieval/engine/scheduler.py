@@ -14,14 +14,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_kvretrieval.engine.chunks import ChunkScheduler, tokens_to_read
+from vllm_kvretrieval.engine.chunk_scheduler import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.options.request import RequestReader
-from vllm_kvretrieval.retrieval.levels import NEVER, BlockLevels, Level, Taint
+from vllm_kvretrieval.retrieval.exactness_levels import NEVER, BlockLevels, Level, Taint
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 logger = init_logger("vllm.kvretrieval.scheduler")

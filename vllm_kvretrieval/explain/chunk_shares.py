@@ -9,8 +9,8 @@ import torch
 from vllm_kvretrieval.explain.attended import make_chooser
 from vllm_kvretrieval.explain.observed_attention import LayerAttention
 from vllm_kvretrieval.kernels import reference
-from vllm_kvretrieval.methods.division import Prompts
 from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner, PromptReads, is_late
+from vllm_kvretrieval.methods.prompt_chunks import Prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 

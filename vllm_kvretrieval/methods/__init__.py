@@ -20,7 +20,7 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
-from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
     chunk_planner,
     connect_layers,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, PromptLists, Selection
-from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Division, Prompts, int32
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Division, Prompts, int32
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN, nearest
 

@@ -15,8 +15,8 @@ from vllm_kvretrieval.methods.base import (
     LayerMethod,
     WorkSize,
 )
-from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.page_chunks import PageChunkPlanner
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner
 from vllm_kvretrieval.retrieval import families
 from vllm_kvretrieval.retrieval.families import Method

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
-from vllm_kvretrieval.methods.division import ChunkPlanner, Chunks, Prompts, int32
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Prompts, int32
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
 
 if TYPE_CHECKING:

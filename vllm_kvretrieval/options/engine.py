@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options import of_prompts
 from vllm_kvretrieval.options.choices import HOMES
+from vllm_kvretrieval.options.combinations import check_combinations
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.methods import make_method
-from vllm_kvretrieval.options.refusals import check_combinations
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget

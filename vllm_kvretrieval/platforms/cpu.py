@@ -14,7 +14,7 @@ class CpuRetrieval(RetrievalPlatform):
     """In front of one of vLLM's CPU platforms: lets it accept the backends of this plug-in."""
 
     worker = "vllm_kvretrieval.engine.cpu.worker.RetrievalCPUWorker"
-    support = "vllm_kvretrieval.attention.cpu.support"
+    refusals = "vllm_kvretrieval.attention.cpu.refusals"
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
@@ -28,7 +28,7 @@ class CpuRetrieval(RetrievalPlatform):
 
     @classmethod
     def attending_kernels(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> str:
-        from vllm_kvretrieval.attention.cpu.support import choose_attention
+        from vllm_kvretrieval.attention.cpu.refusals import choose_attention
 
         model = vllm_config.model_config
         own = choose_attention(config, model.dtype, model.get_head_size()).own

@@ -5,18 +5,20 @@ from typing import Any
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
+from vllm_kvretrieval.retrieval.needs import GPU
 
 
 class CudaRetrieval(RetrievalPlatform):
     """In front of one of vLLM's CUDA platforms: a backend of its own for layers that retrieve."""
 
     worker = "vllm_kvretrieval.engine.cuda.worker.RetrievalGPUWorker"
-    support = "vllm_kvretrieval.attention.cuda.support"
+    refusals = "vllm_kvretrieval.attention.cuda.refusals"
+    setting = GPU
     record_alignment = RECORD_ALIGNMENT
 
     @classmethod
     def check_preset(cls, method: str, options: Any) -> None:
-        importlib.import_module(cls.support).check_preset(method, options)
+        importlib.import_module(cls.refusals).check_preset(method, options)
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:

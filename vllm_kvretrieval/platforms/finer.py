@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_kvretrieval.attention.cpu.support import choose_attention
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.cpu.refusals import choose_attention
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.compat import CPU_BLOCK, configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.platforms import current_platform
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
@@ -76,7 +77,7 @@ def _check(scope: Scope, body: bytearray) -> None:
         else:
             given, logprobs = fields.get(XARGS), _prompt_logprobs(fields)
         if given is None or isinstance(given, Mapping):
-            check_request(scope["app"].state, given, logprobs)
+            check_request(scope["app"].state, given, logprobs, current_platform.setting)
     except RetrievalConfigError as e:
         raise HTTPException(400, str(e)) from None
 

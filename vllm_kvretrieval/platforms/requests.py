@@ -7,11 +7,13 @@ from weakref import WeakKeyDictionary
 
 from vllm.exceptions import VLLMClientError
 
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import REQUEST, RequestReader
 from vllm_kvretrieval.options.table import CONFIG_KEY
+from vllm_kvretrieval.retrieval.needs import Setting
+from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
 OTHER_READERS = "vllm.logits_processors"
 """The group of plug-ins that read options of requests, too."""
@@ -35,13 +37,16 @@ def reader_of(owner: Any) -> RequestReader | None:
     return _readers[owner]
 
 
-def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logprobs: Any) -> None:
+def check_request(
+    owner: Any, extra_args: Mapping[str, Any] | None, prompt_logprobs: Any, setting: Setting
+) -> None:
     """Refuse options of a request that its engine does not serve, or nobody would read.
 
     Args:
         owner: What has the engine's ``vllm_config``, such as vLLM's ``InputProcessor``.
         extra_args: ``SamplingParams.extra_args`` of the request, over HTTP its ``vllm_xargs``.
         prompt_logprobs: See ``SamplingParams``; None: the request asks for none.
+        setting: What the platform does not serve.
 
     Raises:
         RetrievalRequestError: Names the option, and says why and what to do.
@@ -55,6 +60,13 @@ def check_request(owner: Any, extra_args: Mapping[str, Any] | None, prompt_logpr
         options = reader.read(extra_args)
     except RetrievalConfigError as e:
         raise RetrievalRequestError(str(e)) from None
+    for known in SEAT_FIELDS:
+        number = options.numbers[known.name]
+        if known.need in setting.lacks and number != known.plain:
+            raise RetrievalRequestError(
+                f"kv_retrieval.{known.name}={number} is not served on {setting.name} yet; leave it "
+                "out."
+            )
     spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
     if spares and prompt_logprobs is not None:
         raise RetrievalRequestError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
 
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.command_line import check_command_line
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -21,6 +21,7 @@ from vllm_kvretrieval.options.source import (
 )
 from vllm_kvretrieval.platforms.requests import check_request
 from vllm_kvretrieval.retrieval.layers import has_windows
+from vllm_kvretrieval.retrieval.needs import CPU, Setting
 from vllm_kvretrieval.retrieval.presets import preset_names
 from vllm_kvretrieval.upstream.rotations import check_rotations, keep_rotations
 
@@ -38,13 +39,15 @@ class RetrievalPlatform(Platform):
 
     Attributes:
         worker: Path of the worker's class.
-        support: The module with the refusals of this platform, of engines and of layers; imported
+        refusals: The module with the refusals of this platform, of engines and of layers; imported
             when first needed.
+        setting: The needs of methods that the platform does not serve.
         record_alignment: The alignment of the fields of page indexes' records, in bytes.
     """
 
     worker: ClassVar[str]
-    support: ClassVar[str]
+    refusals: ClassVar[str]
+    setting: ClassVar[Setting] = CPU
     record_alignment: ClassVar[int] = 1
 
     @classmethod
@@ -96,7 +99,7 @@ class RetrievalPlatform(Platform):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         if attn_selector_config.has_sliding_window:
             return super().get_attn_backend_cls(None, attn_selector_config, num_heads)
-        importlib.import_module(cls.support).check_layer(attn_selector_config)
+        importlib.import_module(cls.refusals).check_layer(attn_selector_config)
         return cls.retrieval_backend(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
@@ -118,7 +121,7 @@ class RetrievalPlatform(Platform):
         assert config is not None, "a method is named"
         keep_rotations(vllm_config.model_config)
         check_rotations(vllm_config)
-        importlib.import_module(cls.support).check_engine(vllm_config, config)
+        importlib.import_module(cls.refusals).check_engine(vllm_config, config)
         if has_foreign_connector(vllm_config):
             # Connectors index the cache by vLLM's blocks, whose views are in our pages.
             # Since vLLM 0.33 a size that is not the user's is chosen again, later.
@@ -150,7 +153,8 @@ class RetrievalPlatform(Platform):
         super().validate_request(processed_inputs, params)
         caller = sys._getframe(1).f_locals.get("self")
         extra_args = getattr(params, "extra_args", None)
-        check_request(caller, extra_args, getattr(params, "prompt_logprobs", None))
+        logprobs = getattr(params, "prompt_logprobs", None)
+        check_request(caller, extra_args, logprobs, cls.setting)
 
 
 def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:

@@ -89,6 +89,7 @@ class Setting:
 LEAVE_HOME = "use another method, or home=device"
 BY_PAGES = "use a method that selects pages by an index, such as freekv, quest or kvretrieval"
 
+CPU = Setting("a CPU", {})
 GPU = Setting(
     "a GPU",
     {

@@ -12,7 +12,7 @@ import torch
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, RecallCache, TokenLists
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.lost import Lost
-from vllm_kvretrieval.storage.plan import Tiers
+from vllm_kvretrieval.storage.tier_sizes import Tiers
 
 
 class Part(NamedTuple):

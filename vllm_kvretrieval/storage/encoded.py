@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts
 from vllm_kvretrieval.storage.file import Reads
 from vllm_kvretrieval.storage.file_pages import FilePages, FilePagesLayer
 from vllm_kvretrieval.storage.home_file import HomeFile
 from vllm_kvretrieval.storage.mapped import page_runs
+from vllm_kvretrieval.system_limits import explained
 
 MAP_NORESERVE = 0x4000  # not named by Python 3.11
 

@@ -16,7 +16,7 @@ from vllm_kvretrieval.storage.home_file import HomeFile, check_room, directory_f
 from vllm_kvretrieval.storage.lost import LostBlocks
 from vllm_kvretrieval.storage.mapped import DiskHome, page_runs
 from vllm_kvretrieval.storage.memory import InPlace, MemoryLayer
-from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 
 
 class Reads(NamedTuple):

@@ -17,7 +17,7 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.disk_space import allocate, write_in_place
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import available_memory, explained
+from vllm_kvretrieval.system_limits import available_memory, explained
 
 logger = init_logger("vllm.kvretrieval.home")
 

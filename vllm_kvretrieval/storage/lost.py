@@ -7,8 +7,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.kernels import RecallCache
-from vllm_kvretrieval.limits import remedy
 from vllm_kvretrieval.storage.home_file import HomeFile
+from vllm_kvretrieval.system_limits import remedy
 
 logger = init_logger("vllm.kvretrieval.home")
 

@@ -10,7 +10,7 @@ from vllm_kvretrieval.storage.file import plan_file
 from vllm_kvretrieval.storage.file_pages import FilePages
 from vllm_kvretrieval.storage.file_tokens import FileTokens
 from vllm_kvretrieval.storage.memory import Memory
-from vllm_kvretrieval.storage.plan import Tiers
+from vllm_kvretrieval.storage.tier_sizes import Tiers
 
 
 class Kind(NamedTuple):

@@ -8,7 +8,7 @@ from vllm_kvretrieval.store.disk.names import read_names, read_pins
 from vllm_kvretrieval.store.disk.ranks import Ranks
 
 LEVELS = ("exact", "decoded", "prefilled")
-"""Words for ``vllm_kvretrieval.retrieval.levels.Kind``."""
+"""Words for ``vllm_kvretrieval.retrieval.exactness_levels.Kind``."""
 
 
 @dataclass(frozen=True)

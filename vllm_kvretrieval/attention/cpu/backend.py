@@ -9,8 +9,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.cpu.support import DTYPES, HEAD_SIZES
-from vllm_kvretrieval.attention.support import KV_CACHE_DTYPES, page_size
+from vllm_kvretrieval.attention.cpu.refusals import DTYPES, HEAD_SIZES
+from vllm_kvretrieval.attention.refusals import KV_CACHE_DTYPES, page_size
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 

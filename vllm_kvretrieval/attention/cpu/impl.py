@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm_kvretrieval.attention.cpu.plans import Prefill, RetrievalMetadata, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.attention.support import check_impl
+from vllm_kvretrieval.attention.refusals import check_impl
 from vllm_kvretrieval.kernels import (
     Chooser,
     IndexRecords,

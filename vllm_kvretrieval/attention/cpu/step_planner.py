@@ -25,7 +25,7 @@ from vllm_kvretrieval.methods import (
     group_methods,
     plan_whole,
 )
-from vllm_kvretrieval.methods.division import int32
+from vllm_kvretrieval.methods.prompt_chunks import int32
 from vllm_kvretrieval.retrieval.seats import even
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.cuda.support import CAPABILITY, DTYPES, HEAD_SIZES
-from vllm_kvretrieval.attention.support import KV_CACHE_DTYPES, page_size
+from vllm_kvretrieval.attention.cuda.refusals import CAPABILITY, DTYPES, HEAD_SIZES
+from vllm_kvretrieval.attention.refusals import KV_CACHE_DTYPES, page_size
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm_kvretrieval.attention.cuda.far import FarLayer
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
-from vllm_kvretrieval.attention.support import check_impl
+from vllm_kvretrieval.attention.refusals import check_impl
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.methods import DeviceMethod

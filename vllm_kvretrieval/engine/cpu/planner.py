@@ -12,8 +12,8 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvretrieval.attention.cpu.refusals import Choice, choose_attention
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
-from vllm_kvretrieval.attention.cpu.support import Choice, choose_attention
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -26,16 +26,16 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import WorkSize, scratch_bytes
-from vllm_kvretrieval.methods.division import ChunkPlanner
 from vllm_kvretrieval.methods.page_chunks import PromptReads, is_late
+from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.storage.base import StorageFacts
-from vllm_kvretrieval.storage.plan import Cache, Tiers
 from vllm_kvretrieval.storage.registry import slow_kind
+from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 from vllm_kvretrieval.store.disk.store import WorkerShare
 from vllm_kvretrieval.store.serving.identity import identity_of
 from vllm_kvretrieval.store.serving.worker import WorkerStore, geometry_of

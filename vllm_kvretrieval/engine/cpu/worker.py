@@ -16,14 +16,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.attention.cpu.refusals import ATTENDED
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
-from vllm_kvretrieval.attention.cpu.support import ATTENDED
-from vllm_kvretrieval.attention.support import has_foreign_connector
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
-from vllm_kvretrieval.engine.cpu.report import log_start
+from vllm_kvretrieval.engine.cpu.start_log import log_start
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
@@ -32,7 +32,6 @@ from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.limits import SCARCE, explained
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -47,6 +46,7 @@ from vllm_kvretrieval.store.serving.halves import FIELD as STORE_FIELD
 from vllm_kvretrieval.store.serving.halves import StoreStep
 from vllm_kvretrieval.store.serving.identity import hashing_weights
 from vllm_kvretrieval.store.serving.worker import WorkerStore
+from vllm_kvretrieval.system_limits import SCARCE, explained
 from vllm_kvretrieval.upstream.compiled import load_compiled
 from vllm_kvretrieval.upstream.mending import mend_model
 

@@ -23,10 +23,10 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
-from vllm_kvretrieval.limits import available_memory
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.allocation import move_kv_cache
-from vllm_kvretrieval.storage.plan import Cache
+from vllm_kvretrieval.storage.tier_sizes import Cache
+from vllm_kvretrieval.system_limits import available_memory
 
 logger = init_logger("vllm.kvretrieval.host")
 

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
-from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
+from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
 from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving

@@ -10,7 +10,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.plan import HOME_SHARE, Cache, most_of, most_seats
+from vllm_kvretrieval.storage.tier_sizes import HOME_SHARE, Cache, most_of, most_seats
 
 BOOKS_PER_SLOT = 8
 """Bytes beside a slot: its page, and the step that last used it."""

@@ -19,8 +19,8 @@ from vllm_kvretrieval.engine.memory import (
     check_retrieving,
     requests_at_once,
 )
-from vllm_kvretrieval.engine.report import log_method
 from vllm_kvretrieval.engine.reports import attach
+from vllm_kvretrieval.engine.start_log import log_method
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.options.engine import RetrievalConfig

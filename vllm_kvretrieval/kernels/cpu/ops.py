@@ -16,8 +16,8 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     tokens,
     vectors,
 )
+from vllm_kvretrieval.kernels.outside_rules import choose_pages
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.rules import choose_pages
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,

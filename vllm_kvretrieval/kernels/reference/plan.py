@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from vllm_kvretrieval.kernels.outside_rules import choose_pages
 from vllm_kvretrieval.kernels.reference.index import fields_of, keys_of_entries
 from vllm_kvretrieval.kernels.rows import DecodeRows, Mode, Remainder
-from vllm_kvretrieval.kernels.rules import choose_pages
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.index.base import unpack_means

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_kvretrieval.kernels.triton.pages import node_of, populate, prefer_node
-from vllm_kvretrieval.limits import available_memory
+from vllm_kvretrieval.system_limits import available_memory
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 _GIB = 2**30

@@ -36,7 +36,7 @@ class Record(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """The kind of its level (``vllm_kvretrieval.retrieval.levels.Kind``): 0 if it is exact."""
+        """The kind of its level (``exactness_levels.Kind``): 0 if it is exact."""
         return self.level % KINDS
 
     def pack(self) -> bytes:

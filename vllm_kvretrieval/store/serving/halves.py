@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import remedy
 from vllm_kvretrieval.store.disk.records import Record
+from vllm_kvretrieval.system_limits import remedy
 
 logger = init_logger("vllm.kvretrieval.store")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.levels import ANYHOW, EXACT, UNKNOWN, Kind, Level, Reading
+from vllm_kvretrieval.retrieval.exactness_levels import ANYHOW, EXACT, UNKNOWN, Kind, Level, Reading
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.disk.records import KINDS
 from vllm_kvretrieval.store.serving.halves import Fault

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.retrieval.levels import BlockLevels
+from vllm_kvretrieval.retrieval.exactness_levels import BlockLevels
 from vllm_kvretrieval.storage.lost import allotted_blocks
 from vllm_kvretrieval.store.disk.changes import note, note_reset
 from vllm_kvretrieval.store.disk.contexts import (

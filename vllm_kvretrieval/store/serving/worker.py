@@ -15,11 +15,10 @@ from vllm.utils.mem_utils import format_gib
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import RecallCache
-from vllm_kvretrieval.limits import explained
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.home_file import check_room, reserve
 from vllm_kvretrieval.storage.lost import Lost
-from vllm_kvretrieval.storage.plan import Cache, Tiers
+from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 from vllm_kvretrieval.store.disk.files import Folder, Lock
 from vllm_kvretrieval.store.disk.ranks import name_of_all, names_of_all
 from vllm_kvretrieval.store.disk.records import Record
@@ -39,6 +38,7 @@ from vllm_kvretrieval.store.disk.store import (
     take_locks,
 )
 from vllm_kvretrieval.store.serving.halves import Fault, StoreStep, started
+from vllm_kvretrieval.system_limits import explained
 
 logger = init_logger("vllm.kvretrieval.store")
 

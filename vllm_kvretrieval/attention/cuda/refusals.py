@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvretrieval.attention import support
-from vllm_kvretrieval.attention.support import WITHOUT, has_foreign_connector
+from vllm_kvretrieval.attention import refusals
+from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
@@ -40,7 +40,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         RetrievalConfigError: Says which feature stands in the way and what to change.
     """
     check_options(config)
-    support.check_engine(vllm_config, config)
+    refusals.check_engine(vllm_config, config)
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
     if not vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
@@ -218,5 +218,5 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 
 def check_layer(selector: Any) -> None:
     """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
-    support.check_layer(selector)
+    refusals.check_layer(selector)
     check_shape(selector.dtype, selector.head_size, "KV retrieval")

@@ -7,7 +7,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.nixl import uses_nixl
 from vllm_kvretrieval.engine.cpu.planner import Planner
-from vllm_kvretrieval.engine.report import log_method, logger
+from vllm_kvretrieval.engine.start_log import log_method, logger
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.storage.home_file import directory_for
 from vllm_kvretrieval.upstream.defaults import startup_advice

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.limits import check_directory
 from vllm_kvretrieval.options import of_prompts
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval import needs
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.files import as_written
+from vllm_kvretrieval.system_limits import check_directory
 from vllm_kvretrieval.values import shortened
 
 if TYPE_CHECKING:

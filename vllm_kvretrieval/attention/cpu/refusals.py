@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_kvretrieval.attention import support
+from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.cpu.nixl import check_exchange
-from vllm_kvretrieval.attention.support import WITHOUT
+from vllm_kvretrieval.attention.refusals import WITHOUT
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
@@ -95,7 +95,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_home(vllm_config, config)
     check_store(vllm_config, config)
     fit_blocks(vllm_config, config)
-    support.check_engine(vllm_config, config)
+    refusals.check_engine(vllm_config, config)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
@@ -130,7 +130,7 @@ def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     model, remedy = vllm_config.model_config, ""
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         remedy = "leave --disable-hybrid-kv-cache-manager out"
-    elif support.has_foreign_connector(vllm_config):
+    elif refusals.has_foreign_connector(vllm_config):
         remedy = "leave the KV connector out"
     if config.page_size % 32 == 0 or not remedy or not has_windows(model):
         return
@@ -144,7 +144,7 @@ def check_windows(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
 def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse entries of pages that may lie apart in the KV cache, in several blocks."""
     block_size = configured_block_size(vllm_config)
-    if support.has_foreign_connector(vllm_config):
+    if refusals.has_foreign_connector(vllm_config):
         block_size = config.page_size
     for kind in config.index_kinds:
         if kind.entry_tokens > config.page_size and block_size % kind.entry_tokens:
@@ -193,7 +193,7 @@ def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "kv_retrieval.home='host' is for GPUs; on the CPU platform host memory is what device "
             "names. Use home=device, or home=disk for a cache larger than memory."
         )
-    if not config.slow_home or not support.has_foreign_connector(vllm_config):
+    if not config.slow_home or not refusals.has_foreign_connector(vllm_config):
         return
     option, what = "--kv-transfer-config", "another KV connector"
     if vllm_config.cache_config.kv_offloading_size is not None:
@@ -216,7 +216,7 @@ def check_store(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         return
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     named = f"kv_retrieval.store={config.store!r}"
-    if support.has_foreign_connector(vllm_config):
+    if refusals.has_foreign_connector(vllm_config):
         raise RetrievalConfigError(
             f"{named} needs the place of a KV connector, of which vLLM has one; leave out "
             "--kv-transfer-config, or the store."
@@ -251,5 +251,5 @@ def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
 
 def check_layer(selector: Any) -> None:
     """Refuse a layer that retrieval cannot run (vLLM's ``AttentionSelectorConfig``)."""
-    support.check_layer(selector)
+    refusals.check_layer(selector)
     check_shape(selector.dtype, selector.head_size, "KV retrieval")
