@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.stepper import Stepper
 from tests.support.steps import Runner, request_table
-from vllm_kvretrieval.attention.parts import split_rows
+from vllm_kvretrieval.attention.cpu.step_planner import split_rows
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner

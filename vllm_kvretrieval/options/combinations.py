@@ -30,10 +30,10 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
     """
     refuse_without_effect(given, type(config.own), config.method, OPTIONS)
     for key, value in given.items():
-        needs = OPTIONS[key].needs
-        if needs and needs not in given:
+        other = OPTIONS[key].needs
+        if other and other not in given:
             raise RetrievalConfigError(
-                f"{key}={shortened(as_written(value))} has no effect without {needs}; leave it out."
+                f"{key}={shortened(as_written(value))} has no effect without {other}; leave it out."
             )
         if OPTIONS[key].slow_home and not config.slow_home:
             raise RetrievalConfigError(

@@ -22,7 +22,7 @@ class Preset:
         paper: A link to the paper; empty: there is none, or no link to it.
         index: See :func:`vllm_kvretrieval.retrieval.index.make_index`.
         pooling: Name in :class:`vllm_kvretrieval.retrieval.pooling.Pooling`, in lower case.
-        schedule: Name in :data:`vllm_kvretrieval.retrieval.schedule.SCHEDULES`.
+        schedule: Name in :data:`vllm_kvretrieval.retrieval.families.SCHEDULES`.
         rerank: Candidates per page selected, which are scored again by their keys; 0: none.
         remainder: The share of the estimated attention below which the mean value of a page stands
             for it, if it is not selected.

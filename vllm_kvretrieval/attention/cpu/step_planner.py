@@ -1,7 +1,7 @@
 """How the requests of a step attend: rows of a single token, and prompts."""
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm_kvretrieval.attention.cpu.plans import Prefill
 from vllm_kvretrieval.attention.cpu.schedules import Schedules
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.attention.parts import split_rows
 from vllm_kvretrieval.kernels import Contexts, PromptLists
 from vllm_kvretrieval.methods import (
     ChunkPlanner,
@@ -30,6 +29,39 @@ from vllm_kvretrieval.retrieval.seats import even
 
 if TYPE_CHECKING:
     from vllm_kvretrieval.engine.requests import RequestTable
+
+
+class Rows(NamedTuple):
+    """How the rows of one token of a step attend.
+
+    Attributes:
+        sparse: bool [R]; whether the row attends to a part of its context, which exceeds its
+            budget.
+        sparsely: These rows by method: the method's number in the engine, and int64 [n], the rows'
+            places, rising; None where they are all rows.
+        whole: int64 [n]; the other rows, which attend to everything, as vLLM has it.
+    """
+
+    sparse: np.ndarray
+    sparsely: list[tuple[int, np.ndarray | None]]
+    whole: np.ndarray
+
+
+def split_rows(options: np.ndarray, pages: np.ndarray, decodes: np.ndarray) -> Rows:
+    """Sort rows by how they attend.
+
+    Args:
+        options: :data:`SEAT` [R]; what each row's request asks for.
+        pages: int [R]; pages of each row's context.
+        decodes: bool [R]; whether a row decodes. A step may compute a single token of a prompt,
+            too.
+    """
+    sparse = (pages > options["total"]) & decodes & ~options["exact"]
+    sparsely = []
+    for method in np.unique(options["method"][sparse]).tolist():
+        rows = np.flatnonzero(sparse & (options["method"] == method))
+        sparsely.append((method, None if len(rows) == len(pages) else rows))
+    return Rows(sparse, sparsely, np.flatnonzero(~sparse))
 
 
 class StepPlanner:
@@ -109,16 +141,16 @@ class StepPlanner:
         decodes = self._requests.decodes(seats, lens)
         batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
-        parts = split_rows(batch, pages, decodes)
-        self._requests.count_steps(seats, lens, pages, parts.sparse, decodes)
+        found = split_rows(batch, pages, decodes)
+        self._requests.count_steps(seats, lens, pages, found.sparse, decodes)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
-        if not parts.sparsely and count == common.num_reqs and decodes.all() and not looks:
+        if not found.sparsely and count == common.num_reqs and decodes.all() and not looks:
             room = batch["total"] * self._page_size - lens
             never = np.iinfo(np.int32).max
             steps = int(np.where(batch["exact"], never, room).min())
             self._requests.foreseen.foresee(self._requests.batch, steps)
-        plans = [self._sparsely(dense, method, seats, rows) for method, rows in parts.sparsely]
-        whole = np.setdiff1d(parts.whole, apart, assume_unique=True) if len(apart) else parts.whole
+        plans = [self._sparsely(dense, method, seats, rows) for method, rows in found.sparsely]
+        whole = np.setdiff1d(found.whole, apart, assume_unique=True) if len(apart) else found.whole
         if not self._in_place:
             fits = pages[whole] <= self.budget_pages
             if fits.any():
