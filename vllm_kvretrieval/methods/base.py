@@ -19,6 +19,7 @@ from vllm_kvretrieval.kernels import (
     TokenLists,
 )
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.storage.base import LayerStorage, Source, Storage
@@ -26,7 +27,6 @@ from vllm_kvretrieval.storage.base import LayerStorage, Source, Storage
 if TYPE_CHECKING:
     from vllm_kvretrieval.methods.kept_prompts import KeptPrompts
     from vllm_kvretrieval.methods.page_chunks import ChunkSelection, PromptReads
-    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WHOLE = -1
 """The number of the method by which rows attend to whole contexts; the last of a layer's."""
@@ -56,7 +56,7 @@ class DecodePlan:
 class Seats(Protocol):
     """What methods ask of the table of running requests, whose attributes these are."""
 
-    config: "RetrievalConfig"
+    config: RetrievalConfig
     room: Capacity
     records: np.ndarray
     kept: "KeptPrompts | None"
@@ -313,7 +313,7 @@ class EngineFacts(NamedTuple):
             same layers, in place; None where there are none.
     """
 
-    config: "RetrievalConfig"
+    config: RetrievalConfig
     kernels: Ops
     storage: Storage
     room: Capacity

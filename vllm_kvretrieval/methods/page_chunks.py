@@ -1,18 +1,16 @@
 """Prompts that retrieve: the queries of each chunk select pages by the index of the method."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, Contexts, DecodeRows, Ops, PromptLists, Selection
 from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Division, Prompts, int32
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.prompt_shares import ONE_IN, nearest
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 AT_ONCE = 8
 """Chunks whose queries are compared together, so that little memory is taken."""
@@ -110,7 +108,7 @@ class PageChunkPlanner(ChunkPlanner):
     """
 
     def __init__(
-        self, config: "RetrievalConfig", kv_heads: int, reads: PromptReads | None = None
+        self, config: RetrievalConfig, kv_heads: int, reads: PromptReads | None = None
     ) -> None:
         super().__init__(config)
         assert config.prefill_queries is not None
@@ -254,7 +252,7 @@ class PageSelector:
         return chunks.listed()
 
 
-def is_late(config: "RetrievalConfig", number: int, layers: int) -> bool:
+def is_late(config: RetrievalConfig, number: int, layers: int) -> bool:
     """Whether a layer lies behind ``prefill_depth``.
 
     Args:

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, PromptLists, TokenLists
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.options.engine import RetrievalConfig
-
+from vllm_kvretrieval.options.engine import RetrievalConfig
 
 Lists = TypeVar("Lists", PromptLists, TokenLists)
 
@@ -121,7 +118,7 @@ class ChunkPlanner:
 
     gathers = False
 
-    def __init__(self, config: "RetrievalConfig") -> None:
+    def __init__(self, config: RetrievalConfig) -> None:
         assert config.prefill_budget is not None
         assert config.prefill_chunk is not None
         assert config.prefill_share is not None

@@ -1,17 +1,14 @@
 """Prompts whose chunks attend to tokens that filter layers select for them (OmniKV, D.10)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Contexts, ContextSelector, DecodeRows, TokenLists
 from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Prompts, int32
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.options.engine import RetrievalConfig
 
 WEIGHTS = OBSERVATIONS["uniform"]
 """The weights of a chunk's last queries, by which filters select for it."""
@@ -43,7 +40,7 @@ class TokenChunkPlanner(ChunkPlanner):
 
     gathers = True
 
-    def __init__(self, config: "RetrievalConfig", kv_heads: int) -> None:
+    def __init__(self, config: RetrievalConfig, kv_heads: int) -> None:
         super().__init__(config)
         self.kv_heads = kv_heads
         parts = config.page_budget(config.prefill_budget)

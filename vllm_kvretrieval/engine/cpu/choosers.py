@@ -1,17 +1,15 @@
 """How the layers of a worker select, and the state that they keep for it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.kernels import Chooser, Selection, cpu
 from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.methods.page_chunks import ChunkSelection
 from vllm_kvretrieval.retrieval.index.check import check_outside
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.engine.cpu.planner import Planner
 
 
 class Choosers:
@@ -22,7 +20,7 @@ class Choosers:
         requests: Table of its running requests.
     """
 
-    def __init__(self, planner: "Planner", requests: RequestTable) -> None:
+    def __init__(self, planner: Planner, requests: RequestTable) -> None:
         self._planner, self._requests = planner, requests
         self._for_chunks: dict[Any, Selection] = {}  # by the shape of layers, which share it
 

@@ -6,20 +6,18 @@ where the KV is; and a file of :mod:`vllm_kvretrieval.methods`, which runs it.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.families.numbers import SeatField
 from vllm_kvretrieval.retrieval.index import Index
 from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.presets import Preset
 from vllm_kvretrieval.retrieval.roles import Role
 from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
-    from vllm_kvretrieval.retrieval.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class Method:
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """The method that results from a preset and options of a method.
 
@@ -156,11 +154,11 @@ class Method:
             needs.add(Need.LAYER_NUMBERS)
         return frozenset(needs)
 
-    def divide(self, budget: "PageBudget") -> tuple[int, int]:
+    def divide(self, budget: PageBudget) -> tuple[int, int]:
         """Pages that a KV head always attends to, and that it chooses on average."""
         return budget.total - budget.select, budget.select
 
-    def open_pages(self, budgets: "Budgets", raw_window: bool) -> int:
+    def open_pages(self, budgets: Budgets, raw_window: bool) -> int:
         """The number of full pages at the end of a context that are not encoded.
 
         It is all pages of an entry of the index but one, whose record is built from their keys with

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.keeping import Keeping, observation_of
 from vllm_kvretrieval.retrieval.needs import Need
+from vllm_kvretrieval.retrieval.presets import Preset
 from vllm_kvretrieval.retrieval.shares import make_shares
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.budget import PageBudget
-    from vllm_kvretrieval.retrieval.presets import Preset
 
 ONCE, RUNNING, SLIDING = "once", "running", "sliding"
 
@@ -40,7 +38,7 @@ class DroppingMethod(Method):
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """See :meth:`Method.make`."""
         if preset.keeping is None:
@@ -118,6 +116,6 @@ class DroppingMethod(Method):
             needs |= {Need.UNEVEN_TOKENS}
         return needs
 
-    def divide(self, budget: "PageBudget") -> tuple[int, int]:
+    def divide(self, budget: PageBudget) -> tuple[int, int]:
         """Sink and window are among what is kept; see :meth:`Method.divide`."""
         return 0, budget.total

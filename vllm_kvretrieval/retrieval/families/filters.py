@@ -2,16 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.filters import KIND, filters_for, read_filters
 from vllm_kvretrieval.retrieval.needs import Need
+from vllm_kvretrieval.retrieval.presets import Preset
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Role, roles_of
 from vllm_kvretrieval.values import require_name
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,7 @@ class FilterMethod(Method):
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """See :meth:`Method.make`."""
         observation = require_name("observation", given.get("observation", "last"), OBSERVATIONS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -10,9 +10,7 @@ from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.head_sets import HeadSet
 from vllm_kvretrieval.retrieval.heads import EVERYTHING, OPTION
 from vllm_kvretrieval.retrieval.needs import Need
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.presets import Preset
+from vllm_kvretrieval.retrieval.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class HeadMethod(Method):
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """See :meth:`Method.make`."""
         return cls(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.families.base import Method
@@ -11,11 +11,9 @@ from vllm_kvretrieval.retrieval.index import Index, indexes, make_index
 from vllm_kvretrieval.retrieval.index.rule import Rule, check_rule
 from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.presets import Preset
 from vllm_kvretrieval.retrieval.shares import Shares, make_shares
 from vllm_kvretrieval.values import shortened
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.presets import Preset
 
 SPECULATIVE, EVERY_STEP = "speculative", "every_step"
 DEFAULT_THRESHOLD = 0.9
@@ -93,7 +91,7 @@ class ScoredMethod(Method):
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """See :meth:`Method.make`."""
         written = given.get("index", preset.index)
@@ -233,7 +231,7 @@ def _threshold(given: Mapping[str, Any], schedule: str) -> float:
     return 1.0
 
 
-def _outliers(given: Mapping[str, Any], preset: "Preset", index: Index, rerank: int) -> float:
+def _outliers(given: Mapping[str, Any], preset: Preset, index: Index, rerank: int) -> float:
     """The share of the selected pages that are outliers; refused where nothing tells them."""
     told = index.tells_outliers and not rerank
     outliers = given.get("outliers", preset.outliers if told else 0)

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+from vllm_kvretrieval.retrieval.budget import Budgets
 from vllm_kvretrieval.retrieval.families.base import Method
 from vllm_kvretrieval.retrieval.needs import Need
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.retrieval.budget import Budgets
-    from vllm_kvretrieval.retrieval.presets import Preset
+from vllm_kvretrieval.retrieval.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class WholeMethod(Method):
 
     @classmethod
     def make(
-        cls, name: str, preset: "Preset", schedule: str, given: Mapping[str, Any], page_size: int
+        cls, name: str, preset: Preset, schedule: str, given: Mapping[str, Any], page_size: int
     ) -> Self:
         """See :meth:`Method.make`."""
         window = preset.window_pages
@@ -38,6 +36,6 @@ class WholeMethod(Method):
         """See :attr:`Method.needs`."""
         return frozenset({Need.EVERYTHING})
 
-    def open_pages(self, budgets: "Budgets", raw_window: bool) -> int:
+    def open_pages(self, budgets: Budgets, raw_window: bool) -> int:
         """The window is the preset's, whatever the budget; see :meth:`Method.open_pages`."""
         return (self.window_pages or 0) if raw_window else 0
