@@ -6,7 +6,7 @@ not be read) and metrics for the front end (vLLM's log line and Prometheus endpo
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,9 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, known, log_line
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.disk.ranks import name_of_all
-
-if TYPE_CHECKING:
-    from vllm_kvretrieval.store.serving.scheduler import SchedulerStore
+from vllm_kvretrieval.store.serving.scheduler import SchedulerStore
 
 ENGINES = "engines"
 """In the connector's configuration: how many engines of this server run on one machine. vLLM lets
@@ -102,7 +100,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         """Call ``limit`` with the number of requests at once, when the scheduler's half has it."""
         self._limit = limit
 
-    def restore_by(self, restore: Callable[[str], "SchedulerStore"]) -> None:
+    def restore_by(self, restore: Callable[[str], SchedulerStore]) -> None:
         """Call ``restore`` with the name of the store, when the scheduler's half has it."""
         self._restore = restore
 
