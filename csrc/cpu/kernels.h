@@ -1,7 +1,7 @@
 // The arguments of the ops of the CPU platform, for all instruction sets.
 //
-// The specification of every op is its plain-torch twin in tests/spec/ops.py. This code does not use
-// PyTorch; it takes pointers, strides and sizes.
+// The specification of every op of retrieval is its plain-torch twin in tests/spec/ops.py. This code
+// does not use PyTorch; it takes pointers, strides and sizes.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Which pages a decode step attends to, compiled once per instruction set (KVR_ISA names it).
+// Which pages a decode step or a chunk of a prompt attends to, and which KV heads correct their last
+// selection; compiled once per instruction set (KVR_ISA names it).
 #include "kernels.h"
 
 #include <omp.h>

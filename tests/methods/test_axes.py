@@ -268,7 +268,7 @@ def test_requests_name_them():
         ({"method": "quest"}, "method='quest' cannot be .* use one of kvretrieval, fr"),
         (
             {"method": "fine", "correction_threshold": 0.5},
-            "correction_threshold=0.5 has no effect with fine, which does so at every step",
+            "correction_threshold=0.5 has no effect with fine, which selects anew at every step",
         ),
     ):
         with pytest.raises(RetrievalConfigError, match=message):

@@ -146,7 +146,7 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
             assert "has no effect with" in said
         elif said:
             reasons = (
-                "does so at every step",
+                "selects anew at every step",
                 "cannot be reached with",
                 "is not served, since all",
             )

@@ -1,1 +1,1 @@
-"""vLLM subclasses and what they keep: the worker and the table of running requests."""
+"""vLLM's classes with retrieval: scheduler, workers, connector, metrics, and their state."""

@@ -1,7 +1,8 @@
 """The worker's reports to vLLM, by a KV connector that moves no KV.
 
-The interface carries facts for the scheduler (how many requests may run at once, blocks that could
-not be read) and metrics for the front end (vLLM's log line and Prometheus endpoint).
+The interface carries facts for the scheduler (how many requests may run at once, which store there
+is, blocks that could not be read) and metrics for the front end (vLLM's log line and Prometheus
+endpoint).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What follows from the options of a request for how exact its context is."""
+"""How exact the blocks are that a request may share and computes, by its options."""
 
 import hashlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Memory of page indexes beside vLLM's KV cache; the same on every device."""
+"""Memory beside vLLM's KV cache, and the seats of requests; the same on every device."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -2,8 +2,9 @@
 
 ``cpu`` binds the compiled CPU kernels; ``tests/spec/ops.py`` (plain torch) is the specification,
 whose indexes and decode steps are in ``reference``. Both offer the functions of :class:`Ops`. The
-ops of a cache in two tiers are apart: :class:`~vllm_kvretrieval.kernels.slots.SlotOps` in
-``slots``, with kernels in ``triton``; and so is :class:`TokenRecall`, in ``tokens``.
+ops of a GPU are apart: :class:`~vllm_kvretrieval.kernels.device.DeviceOps` in ``device``, and
+:class:`~vllm_kvretrieval.kernels.slots.SlotOps` of a cache in two tiers in ``slots``, with kernels
+in ``triton``; and so is :class:`TokenRecall`, in ``tokens``.
 """
 
 from vllm_kvretrieval.kernels.ops import Ops

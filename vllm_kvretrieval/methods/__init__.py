@@ -1,4 +1,4 @@
-"""How the methods of an engine come to what rows attend to: one file per family.
+"""How the methods of an engine come to what rows attend to: the files that run the families.
 
 A family says what a row attends to, and knows neither vLLM nor where the KV is. Its group object
 plans the rows of a step once for all layers that share metadata. Its layer object chooses in each

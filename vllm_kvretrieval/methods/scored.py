@@ -1,6 +1,6 @@
 """Methods whose layers each score an index over the context (kvretrieval, freekv, quest, ...).
 
-Those that select nothing beyond sink and window are of this family, too.
+It also runs methods that select nothing beyond sink and window, or attend to everything.
 """
 
 from collections.abc import Mapping, Sequence

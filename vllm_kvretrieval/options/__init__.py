@@ -1,1 +1,1 @@
-"""The options of engines and requests: one table of them, and everything that comes from it."""
+"""The options of engines and requests: a table of each, and everything that comes from these."""

@@ -38,7 +38,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
         if OPTIONS[key].slow_home and not config.slow_home:
             raise RetrievalConfigError(
                 f"{key}={shortened(value)} has no effect with home=device; leave it out, or use a "
-                "home that is larger: disk, on a GPU host."
+                "home that is larger: disk on a CPU, host on a GPU."
             )
     _check_budgets(config)
     of_prompts.check(config)

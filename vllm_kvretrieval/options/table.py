@@ -1,4 +1,4 @@
-"""The one table of options, of which help, documentation, checks and refusals are made."""
+"""The table of an engine's options, of which help, documentation, checks and refusals are made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

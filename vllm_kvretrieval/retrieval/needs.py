@@ -1,7 +1,8 @@
-"""The needs of methods, and what serves them: the refusals of methods follow from this table.
+"""The needs of methods, and what serves them: refusals of methods follow from this table.
 
 A method says what it needs (:attr:`Method.needs`). A setting of an engine (a device, a home, a
-codec, a model's logits) lists the needs that it does not serve, with the reason and the remedy.
+codec, a model's logits) lists the needs that it does not serve, with the reason and the remedy. A
+GPU also lacks kernels for some indexes and codecs (``attention/cuda/refusals.py``).
 """
 
 from collections.abc import Iterable, Mapping

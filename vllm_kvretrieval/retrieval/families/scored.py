@@ -35,8 +35,8 @@ def _check_mass(mass: float, method: "ScoredMethod") -> None:
 def _check_threshold(threshold: float, method: "ScoredMethod") -> None:
     if not method.speculates:
         raise RetrievalConfigError(
-            f"correction_threshold={threshold} has no effect with {method.name}, which does so at "
-            "every step; leave it out."
+            f"correction_threshold={threshold} has no effect with {method.name}, which selects "
+            "anew at every step; leave it out."
         )
 
 

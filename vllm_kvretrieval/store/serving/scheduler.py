@@ -1,4 +1,4 @@
-"""The scheduler's half of a store: which blocks it has, which are to be stored, who may share them.
+"""The scheduler's half of a store: which blocks it has, which are to be stored, their levels.
 
 Blocks of an earlier run stand in vLLM's prefix cache from the start on, in their old order of use.
 Before a request shares one for the first time, its contents are read and compared with its sum.
