@@ -49,9 +49,9 @@ def test_the_budget_is_sink_and_window():
         ("razor", {"heads": [[2, 0]]}, "must hold 1 for a retrieval head, and 0 for any other"),
         ("razor", {"heads": [[0.5]]}, "must hold 1 for a retrieval head, and 0 for any other"),
         ("razor", {"top": 3}, "no option 'top'"),
-        ("razor", {"home": "disk"}, "home='disk' is for contexts of which little is read .* razor"),
-        ("razor", {"home": "auto"}, "home='auto' is for contexts of which little is read"),
-        ("freekv", {"home": "disk", "also": ["razor"]}, "home='disk' is for contexts of which"),
+        ("razor", {"home": "disk"}, "home='disk' is for methods that read little .* razor"),
+        ("razor", {"home": "auto"}, "home='auto' is for methods that read little of"),
+        ("freekv", {"home": "disk", "also": ["razor"]}, "home='disk' is for methods that read"),
         (
             "razor",
             {"memory_fraction": 0.3},

@@ -40,8 +40,8 @@ class DecodePlan:
         method: The method's number in the engine, or ``WHOLE``.
         rows: The requests, each of which decodes one token.
         index: int64 [rows]; their places in the batch, None where they are the first ones in it.
-        lists: What each (row, KV head) attends to; its entries are the rows' ``lists``.
-        own: What the method's layers have to know besides.
+        lists: The tokens of each (row, KV head); its entries are the rows' ``lists``.
+        own: Further facts for the method's layers.
         schedule: How vLLM's kernel attends; None: ours does.
     """
 
@@ -54,7 +54,7 @@ class DecodePlan:
 
 
 class Seats(Protocol):
-    """What methods ask of the table of running requests, whose attributes these are."""
+    """The attributes of the table of running requests that methods use."""
 
     config: RetrievalConfig
     room: Capacity
@@ -70,7 +70,7 @@ class Seats(Protocol):
 
 
 class GroupFacts(NamedTuple):
-    """Layers that share metadata, and what they share.
+    """Layers that share metadata, and their common state.
 
     Attributes:
         requests: Table of the running requests.
@@ -156,7 +156,7 @@ class GroupMethod(Protocol):
         ...
 
     def see(self, step: Step) -> Any:
-        """Look at a step; returns what the method's layers note of it, None: nothing."""
+        """Look at a step; returns the notes for the method's layers, None: nothing."""
         ...
 
 
@@ -170,7 +170,7 @@ class LayerFacts(NamedTuple):
         requests: Table of the running requests.
         kv_heads: KV heads of the layer.
         scale: Softmax scale.
-        chunks: What it selects with for chunks of prompts; None: these select no pages.
+        chunks: Its state for chunks of prompts that select pages; None: these select none.
     """
 
     number: int
@@ -189,24 +189,24 @@ class LayerMethod(Protocol):
 
     @property
     def source(self) -> Source | None:
-        """What brings the tokens of the rows, where that is not the layer's storage."""
+        """The source of the rows' tokens, where that is not the layer's storage."""
         ...
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
-        """Write what the rows attend to into their lists.
+        """Write the tokens or pages that the rows attend to into their lists.
 
         Args:
             kernels: Implementation of the ops.
             query: [R, heads, head_size]; theirs.
-            plan: What :meth:`GroupMethod.plan` returned.
+            plan: The plan of :meth:`GroupMethod.plan`.
 
         Returns:
-            What they attend to besides; None: nothing.
+            The rest that they attend to; None: nothing.
         """
         ...
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
-        """Room for what the tokens of the lists weigh; None: the method does not ask.
+        """Room for the weights of the tokens of the lists; None: the method does not ask.
 
         Args:
             query: See :meth:`choose`.
@@ -217,21 +217,21 @@ class LayerMethod(Protocol):
         ...
 
     def attended(self, plan: DecodePlan, weights: torch.Tensor) -> None:
-        """Take note of what the tokens weighed.
+        """Take note of the weights of the tokens.
 
         Args:
             plan: See :meth:`choose`.
-            weights: What :meth:`weights` returned, written.
+            weights: The room of :meth:`weights`, written.
         """
         ...
 
     def prompt(self, kernels: Ops, query: torch.Tensor, chunks: Any) -> PromptLists | TokenLists:
-        """Say what chunks of prompts attend to, where prefill is sparse.
+        """The pages or tokens that chunks of prompts attend to, where prefill is sparse.
 
         Args:
             kernels: Implementation of the ops.
             query: [tokens, heads, head_size]; the step's.
-            chunks: What :meth:`ChunkPlanner.plan` returned.
+            chunks: The chunks of :meth:`ChunkPlanner.plan`.
 
         Returns:
             Pages; or tokens, which are to be laid out one after the other.
@@ -248,7 +248,7 @@ class DeviceMethod(Protocol):
 
     @property
     def selection(self) -> Selection:
-        """What the layer's methods have selected, by seat."""
+        """The selections of the layer's methods, by seat."""
         ...
 
     def choose(
@@ -259,7 +259,7 @@ class DeviceMethod(Protocol):
         requests: DeviceRequests,
         plan: DevicePlan,
     ) -> None:
-        """Write what the rows attend to into the lists of a plan.
+        """Write the pages that the rows attend to into the lists of a plan.
 
         Args:
             ops: The device's implementation of the ops that the family needs.
@@ -278,7 +278,7 @@ class LayerWatcher(Protocol):
         Args:
             query: [tokens, heads, head_size]; the step's.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's, with the step's.
-            seen: What :meth:`GroupMethod.see` returned.
+            seen: The notes of :meth:`GroupMethod.see`.
             split: How the batch is split; None: it is not.
         """
         ...
@@ -305,7 +305,7 @@ class EngineFacts(NamedTuple):
         config: Options of the engine.
         kernels: Implementation of the ops.
         storage: Where the KV is.
-        room: What requests get of the KV heads.
+        room: The units that requests get of each KV head.
         roles: Roles of the layers, by their numbers in the model, if layers differ in them.
         seats: Most requests that run at once.
         most_chunks: Most chunks of prompts in a step, where prefill is sparse.

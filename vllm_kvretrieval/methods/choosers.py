@@ -1,4 +1,4 @@
-"""What a layer selects with, by the number of the method; the same on every device."""
+"""The choosers of a layer, by the number of the method; the same on every device."""
 
 import torch
 
@@ -21,7 +21,7 @@ def layer_choosers(
 
     Args:
         config: Options of the engine.
-        selection: What the layer's methods select into.
+        selection: The selections of the layer's methods.
         cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's.
         layout: How that lays out keys.
         scale: Softmax scale.

@@ -37,7 +37,7 @@ class Watch(NamedTuple):
         tokens: The queries' places among the step's tokens.
         first: Position of the first of them in the context.
         pages: int64 [n]; pages of the context up to the last of them.
-        watched: What to add to.
+        watched: The sums to add to.
     """
 
     tokens: slice
@@ -57,7 +57,7 @@ class Dropping:
         self._kept = facts.requests.kept
 
     def plan(self, rows: StepRows) -> DecodePlan:
-        """Rows that attend to what they keep of their prompts, and to what came after.
+        """Rows that attend to the kept tokens of their prompts, and to all tokens after.
 
         Layers then choose for those whose prompts have just been read: these are ``own``.
         """
@@ -159,13 +159,13 @@ class DroppingLayer(ScoredLayer):
                 watched.entropies[self._facts.number] += entropy / query.shape[1]
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
-        """List what is kept, after choosing it of prompts that have just been read."""
+        """List the kept tokens, after choosing those of prompts that have just been read."""
         for row in plan.own:
             self.settle(int(plan.rows.seats[row]), plan.rows.block_table[row])
         return super().choose(kernels, query, plan)
 
     def settle(self, seat: int, pages: torch.Tensor) -> None:
-        """Choose what is kept of a prompt that has been read."""
+        """Choose the kept tokens of a prompt that has been read."""
         mass = self._prompts.watched(seat, self._number).mass[self._row]
         _all_workers(mass, self._rule, self._prompts.heads.add_up)
         counts = self._prompts.selected[seat, self._heads]
@@ -190,7 +190,7 @@ class DroppingLayer(ScoredLayer):
 
         Args:
             plan: The rows.
-            weights: What the tokens of each head's list weigh; the last one is the new token.
+            weights: Of the tokens of each head's list; the last one is the new token.
         """
         by_set = weights.unflatten(1, (self._kept.chosen.shape[1], -1))
         if self._rule.per_layer:

@@ -40,11 +40,11 @@ from vllm_kvretrieval.storage.base import SharedRecall
 
 
 class Selectors(NamedTuple):
-    """What a filter and the layers after it share.
+    """The state that a filter and the layers after it share.
 
     Attributes:
-        rows: What it selects with for rows that decode.
-        chunks: What it selects with for chunks of prompts; None: prefill is exact.
+        rows: Its selector for rows that decode.
+        chunks: Its selector for chunks of prompts; None: prefill is exact.
     """
 
     rows: ContextSelector
@@ -52,7 +52,7 @@ class Selectors(NamedTuple):
 
 
 class Listed:
-    """What rows of a step have been selected.
+    """The tokens that are selected for rows of a step.
 
     Args:
         weights: float32 [R, n]; of the rows' n latest queries.
@@ -110,12 +110,12 @@ class FilteredLayer(ScoredLayer):
     selectors: Selectors | None = None
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:
-        """Take what the filter has selected."""
+        """Take the tokens that the filter has selected."""
         assert self.selectors is not None, "the layer follows a filter"
         plan.own.list(kernels, plan, self.selectors.rows)
 
     def prompt(self, kernels: Ops, query: torch.Tensor, chunks: TokenChunks) -> TokenLists:
-        """List what the filter has selected for chunks, once for all layers after it."""
+        """List the tokens that the filter has selected for chunks, once for all layers after it."""
         assert self.selectors is not None, "the layer follows a filter"
         selector = self.selectors.chunks
         assert selector is not None, "prefill is sparse"
@@ -131,12 +131,12 @@ class Filter:
     Args:
         kernels: Implementation of the ops.
         number: The number of the method.
-        selectors: What it selects with.
+        selectors: Its selectors.
         latest: Where its latest queries are kept; None: it selects by the last one alone.
         merge: Where heads of other workers count, too; see :meth:`Ops.select_context`.
 
     Attributes:
-        shared: What is told what it selects; None: nobody has to be.
+        shared: It brings the selected tokens for the layers after; None: they are in place.
     """
 
     shared: SharedRecall | None = None
@@ -155,7 +155,7 @@ class Filter:
     def watch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Observed | None, split: Any
     ) -> None:
-        """Select what the layers after this one attend to in this step."""
+        """Select the tokens that the layers after this one attend to in this step."""
         if self.latest is not None and seen is not None:
             self.latest.take(query, seen)
         if split is None:
@@ -238,7 +238,7 @@ def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
 
 
 def _chunk_selector(facts: EngineFacts, selector: ContextSelector) -> ContextSelector | None:
-    """What a filter selects with for chunks of prompts; None: prefill is exact."""
+    """A filter's selector for chunks of prompts; None: prefill is exact."""
     if facts.config.prefill_budget is None:
         return None
     by = TokenChunkPlanner(facts.config, selector.store.kv_heads)

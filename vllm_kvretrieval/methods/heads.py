@@ -19,7 +19,7 @@ class Heads(Scored):
         self.even = False
 
     def plan(self, rows: StepRows) -> DecodePlan:
-        """Rows whose heads attend to what is known beforehand, perhaps to everything."""
+        """Rows whose heads attend to fixed numbers of pages, perhaps to all."""
         heads, size = self.facts.kv_heads, self.facts.page_size
         pages = -(-int(rows.lens.max()) // size)
         decode_rows = DecodeRows.given(

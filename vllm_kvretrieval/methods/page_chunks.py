@@ -53,7 +53,7 @@ class PageChunks(Chunks[PromptLists]):
     late: "PageChunks | None" = None
 
     def of_layer(self, late: bool) -> "PageChunks":
-        """What a layer plans and attends to.
+        """These chunks, as a layer reads them.
 
         Args:
             late: Whether it lies behind ``prefill_depth``.
@@ -88,7 +88,7 @@ class PageChunks(Chunks[PromptLists]):
         return (self.rows.select[:, None] * shares[self.shares]).round().int()
 
     def listed(self) -> PromptLists:
-        """What a layer attends to, once its pages are selected."""
+        """The pages that a layer attends to, once they are selected."""
         heads, entries = self.lists.kv_heads, self.lists.entries
         if self.places is not None:
             # Behind the end of a list is anything.
@@ -212,7 +212,7 @@ class PageChunkPlanner(ChunkPlanner):
 
 
 class ChunkSelection(NamedTuple):
-    """What a layer selects with for chunks of prompts, by any method.
+    """The state by which a layer selects for chunks of prompts, by any method.
 
     Attributes:
         selection: A row per chunk; layers of one shape share it.
@@ -230,7 +230,7 @@ class PageSelector:
 
     Args:
         chooser: Of the method, for rows that decode.
-        selection: What it selects with for chunks.
+        selection: Its selections for chunks.
         pooling: How the scores of a chunk's queries become one.
     """
 

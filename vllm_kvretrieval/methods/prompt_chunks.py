@@ -1,4 +1,4 @@
-"""How prompts are divided into chunks, each of which attends to a part of what lies before it."""
+"""The division of prompts into chunks, each attending to a part of the tokens before it."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -20,7 +20,7 @@ class Chunks(Generic[Lists]):
     Attributes:
         method: The method's number among those of the engine.
         queries: int64; places of queries that select among the step's tokens.
-        rows: What is selected for the chunks. The window of a row ends with the chunk itself.
+        rows: Their selections. The window of a row ends with the chunk itself.
         lists: The same for attention, their own tokens at the end: pages; or tokens, which are laid
             out one after the other.
     """
@@ -38,7 +38,7 @@ class Division(NamedTuple):
         request: Which one of the prompts.
         ends: Tokens of its context up to the chunk's end.
         new: Tokens of the chunk.
-        sparse: bool; whether it attends to a part of what lies before it.
+        sparse: bool; whether it attends to a part of the tokens before it.
         attended: Tokens that it attends to, its own included.
     """
 
@@ -103,7 +103,7 @@ class Prompts(NamedTuple):
 
 
 class ChunkPlanner:
-    """Divides prompts into chunks, and plans those that select what they attend to.
+    """Divides prompts into chunks, and plans the chunks that select pages or tokens.
 
     Chunks begin at multiples of their length, wherever a step begins, so that the same tokens
     mostly are one in any company. Those that begin within the budget are one chunk, which is exact.
@@ -188,7 +188,7 @@ class ChunkPlanner:
         return Division(of, to, to - first, sparse, np.where(sparse, before + to - first, to))
 
     def plan(self, prompts: Prompts) -> Chunks[Any]:
-        """Say what selects, and how much, for all layers that share metadata."""
+        """Plan the selection of chunks, for all layers that share metadata."""
         raise NotImplementedError
 
     def skipped(self, division: Division, always: np.ndarray, tokens: np.ndarray) -> np.ndarray:

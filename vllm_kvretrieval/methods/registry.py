@@ -48,7 +48,7 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
 
     Args:
         facts: The layer.
-        choosers: What it selects with, by the number of the method.
+        choosers: The layer's, by the number of the method.
     """
     methods = enumerate(facts.requests.config.methods.values())
     made = [family_of(method).layer_method(facts, n, method, choosers[n]) for n, method in methods]
@@ -60,14 +60,14 @@ def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> li
 
     Args:
         methods: The engine's. Methods of families that no device serves have been refused.
-        choosers: What the layer selects with, by the number of the method.
+        choosers: The layer's, by the number of the method.
     """
     files = {id(file): file for file in map(family_of, methods)}.values()
     return [file.device_method(choosers) for file in files]  # type: ignore[attr-defined]
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:
-    """What plans the chunks of prompts, for a group of layers; None: prompts are read exactly."""
+    """The planner of chunks of prompts, for a group of layers; None: prefill is exact."""
     requests = facts.requests
     if requests.config.prefill_budget is None:
         return None

@@ -123,7 +123,7 @@ class DeviceScored:
     """A layer's rows of the family's methods on a device; see :class:`DeviceMethod`.
 
     Args:
-        choosers: What the layer selects with, by the number of the method.
+        choosers: The layer's, by the number of the method.
     """
 
     def __init__(self, choosers: Sequence[Chooser]) -> None:

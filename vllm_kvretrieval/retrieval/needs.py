@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Need(Enum):
-    """What not every setting serves. The value follows a method's name in messages."""
+    """A need that not every setting serves. Its value follows a method's name in messages."""
 
     TOKENS = "selects single tokens (unit token)"
     KEYS = "selects by the keys of its own layers (index exact, or rerank)"
@@ -44,7 +44,7 @@ class Lack(NamedTuple):
 
     Attributes:
         why: The reason, which follows the setting's name.
-        remedy: What to do instead, as a clause.
+        remedy: The way out, as a clause.
     """
 
     why: str
@@ -56,7 +56,7 @@ class Setting:
     """A setting of an engine that does not serve all needs.
 
     Attributes:
-        name: What users call it.
+        name: Its name in messages.
         lacks: The needs that it does not serve.
     """
 
@@ -69,7 +69,7 @@ class Setting:
         Args:
             methods: The engine's methods.
             name: The setting as it is there, such as ``home='disk'``; empty: its own name.
-            where: What of the model the setting is; it follows the setting's name.
+            where: The part of the model that is meant; it follows the setting's name.
 
         Raises:
             RetrievalConfigError: Names the methods, and says why and what to do.
@@ -110,7 +110,7 @@ GPU = Setting(
         }.items()
     },
 )
-LITTLE = "is for contexts of which little is read at a step"
+LITTLE = "is for methods that read little of a context at a step"
 SLOW_HOME = Setting(
     "a slow home",
     {

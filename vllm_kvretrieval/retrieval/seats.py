@@ -17,7 +17,7 @@ SEAT = np.dtype(
     ],
     align=True,
 )
-"""What a request asks for; the same on every device.
+"""The options of a request, as numbers; the same on every device.
 
 ``sink``, ``window``, ``select``, ``total``: pages of its budget. ``method``: the place of its
 method in :attr:`RetrievalConfig.methods`. ``exact``: whether it attends to its whole context at

@@ -16,7 +16,7 @@ from vllm_kvretrieval.storage.tier_sizes import Tiers
 
 
 class Part(NamedTuple):
-    """A part of what rows attend to.
+    """A part of the tokens that rows attend to.
 
     Attributes:
         lists: The tokens of the part.
@@ -30,14 +30,14 @@ class Part(NamedTuple):
 
 
 class Source(Protocol):
-    """What brings the tokens of rows into fast memory."""
+    """It brings the tokens of rows into fast memory."""
 
     def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
-        """Bring what rows attend to into fast memory.
+        """Bring the tokens that rows attend to into fast memory.
 
         Args:
             rows: The rows.
-            lists: What they attend to, numbered as in the KV cache; over the rows' lists.
+            lists: Their tokens, numbered as in the KV cache; over the rows' lists.
 
         Returns:
             Parts of one softmax. A list may be empty in some of them, but not in all.
@@ -65,21 +65,21 @@ class SharedRecall(Protocol):
 
     @property
     def sources(self) -> Sequence[Source]:
-        """What each of these layers reaches by for what has been announced."""
+        """A source for each of these layers, of the tokens that have been announced."""
         ...
 
     def announce(self, rows: DecodeRows) -> None:
-        """Begin to bring what the layers will attend to.
+        """Begin to bring the tokens that the layers will attend to.
 
         Args:
-            rows: Their lists say what it is.
+            rows: Their lists name the tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """What a storage is made for.
+    """The engine that a storage is made for.
 
     Attributes:
         retrieving: Names of the retrieval layers, in the order of the model.
@@ -115,7 +115,7 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContexts:
-    """The contexts of a step, by which a storage finds out what to make ready.
+    """The contexts of a step, from which a storage takes the pages to make ready.
 
     Attributes:
         requests: Ids, in batch order.
@@ -158,16 +158,16 @@ class LayerStorage(Source, Protocol):
         """Make whole contexts ready to be read while the layer attends.
 
         Args:
-            reads: What :meth:`Storage.plan` returned for the step; None: nothing is planned.
+            reads: The plan of :meth:`Storage.plan` for the step; None: nothing is planned.
         """
         ...
 
     def ahead(self, rows: DecodeRows, chooser: Chooser) -> None:
-        """Begin to bring what the rows' next step will probably attend to.
+        """Begin to bring the tokens that the rows' next step will probably attend to.
 
         Args:
             rows: The rows of :meth:`reach`.
-            chooser: What it selected by.
+            chooser: The layer's, which selected them.
         """
         ...
 
@@ -255,7 +255,7 @@ class Storage(Protocol):
         ...
 
     def plan(self, step: StepContexts) -> Any:
-        """Find out what layers have to make ready; see :meth:`LayerStorage.contexts`."""
+        """Find the pages that layers have to make ready; see :meth:`LayerStorage.contexts`."""
         ...
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -277,7 +277,7 @@ class Storage(Protocol):
 
     @property
     def lost(self) -> Lost:
-        """Takes note of vLLM's blocks that cannot be read any more."""
+        """Takes note of vLLM's blocks that can no longer be read."""
         ...
 
     @property

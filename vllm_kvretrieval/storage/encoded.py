@@ -133,10 +133,10 @@ class OpenPages:
 
 
 class EncodedReads(NamedTuple):
-    """What a step does with home.
+    """The work of a step with home.
 
     Attributes:
-        ahead: What layers lay out, for the system to read ahead.
+        ahead: The pages that layers lay out, for the system to read ahead.
         leaving: int64 [n]; pages to be encoded at the end of the step.
     """
 
@@ -145,7 +145,7 @@ class EncodedReads(NamedTuple):
 
 
 class EncodedLayer(FilePagesLayer):
-    """A retrieval layer; only slots and what is laid out of it can be read."""
+    """A retrieval layer; only its slots, and pages laid out, can be read."""
 
     def contexts(self, reads: EncodedReads | None) -> AbstractContextManager[object]:
         """Read ahead, and encode afterwards the pages that are due."""

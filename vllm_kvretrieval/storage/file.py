@@ -1,4 +1,4 @@
-"""KV in a file: what all kinds of it have in common."""
+"""KV in a file: the parts that all kinds share."""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 
 
 class Reads(NamedTuple):
-    """What a step reads of home in place: :func:`page_runs`, None: nothing.
+    """The parts of home that a step reads in place: :func:`page_runs`; None: nothing.
 
     Attributes:
         dense: In layers that attend to everything.
@@ -98,7 +98,7 @@ def plan_file(
         fast: Bytes of fast memory for everything together.
         staging: Bytes of the staging buffer.
         blocks: Number of blocks, if the user has fixed it.
-        workers: Number of workers that share the disk, all of which ask before any makes its file.
+        workers: Number of workers that share the disk; all ask before any makes its file.
 
     Raises:
         RetrievalConfigError: See :meth:`Tiers.plan`; or the disk has too little room.

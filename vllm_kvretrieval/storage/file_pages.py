@@ -1,4 +1,4 @@
-"""KV in a file, of which pages are recalled into slots; see :class:`RecallCache`."""
+"""KV in a file, from which pages are recalled into slots; see :class:`RecallCache`."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

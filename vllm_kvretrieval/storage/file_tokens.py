@@ -1,4 +1,4 @@
-"""KV in a file, of which single tokens are recalled into slots; see :class:`TokenRecall`."""
+"""KV in a file, from which tokens are recalled into slots; see :class:`TokenRecall`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class FileTokensLayer(FileLayer):
         self.held = Held(self.home, self.slots, self._units, self.in_slots)
 
     def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
-        """Recall what is not there."""
+        """Recall the missing tokens."""
         found = TokenLists.empty(rows, 1, lists.kv_heads)
         self.own.recall(rows, found)
         self.own.wait(0)
@@ -111,10 +111,10 @@ class SharedTokens:
 
 
 class SharedLayer(NamedTuple):
-    """What a layer reaches by for what has been announced; see :class:`Source`.
+    """A layer's source of the tokens that have been announced; see :class:`Source`.
 
     Attributes:
-        shared: What announces it.
+        shared: It announces them.
         number: The layer's index there.
         in_slots: [units, page_size, 2 * head_size]; the layer's slots.
     """

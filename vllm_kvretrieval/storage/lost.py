@@ -39,11 +39,11 @@ class Lost:
 
 
 class LostBlocks(Lost):
-    """vLLM's blocks of which a page has been lost, on the way to the disk or on the way back.
+    """vLLM's blocks that have lost a page, on the way to the disk or on the way back.
 
     Args:
         home: Where the pages are.
-        caches: What reads and writes them by calls.
+        caches: Recall caches, which read and write them by calls.
         directory: The directory of the home's file, for messages.
         blocks: How many there are.
         block_size: Tokens of each.
@@ -63,12 +63,12 @@ class LostBlocks(Lost):
         self._home, self._caches, self._directory = home, caches, directory
         self._blocks, self._block_size, self._pages = blocks, block_size, pages
         self._last: set[int] = set()
-        # What has not been written anew since the system failed to write something.
+        # Blocks that have not been written anew since the system failed to write something.
         self._doubtful: set[int] = set()
         self._copied: Sequence[tuple[int, int]] = ()
 
     def begin_step(self, step: Any) -> None:
-        """Follow a step: what is allotted is written anew, and what is shared is relied on.
+        """Follow a step: it writes allotted blocks anew, and relies on shared ones.
 
         Args:
             step: vLLM's scheduler output.

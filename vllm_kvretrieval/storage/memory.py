@@ -85,7 +85,7 @@ class Memory:
         self.token_major, self.lost = token_major, Lost()
 
     def allocate(self, names: Sequence[str], layer_bytes: int) -> NoReturn:
-        """VLLM allocates."""
+        """Refused, since vLLM allocates the KV cache in memory."""
         raise NotImplementedError("vLLM allocates the KV cache in memory")
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:

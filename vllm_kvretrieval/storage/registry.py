@@ -39,7 +39,7 @@ def _in_file(config: RetrievalConfig, facts: StorageFacts) -> Storage:
 STORAGES = {"device": Kind(_in_memory), "disk": Kind(_in_file, plan_file)}
 """Kinds of storage, by the value of the option ``home``."""
 SLOW = "disk"
-"""What ``home=auto`` takes where fast memory does not suffice."""
+"""The kind that ``home=auto`` takes where fast memory does not suffice."""
 
 
 def slow_kind(config: RetrievalConfig) -> Kind:
@@ -52,7 +52,7 @@ def make_storage(config: RetrievalConfig, facts: StorageFacts) -> Storage:
 
     Args:
         config: Options of the engine.
-        facts: What it is made for.
+        facts: The engine.
     """
     kind = STORAGES["device"] if facts.tiers is None else slow_kind(config)
     return kind.make(config, facts)

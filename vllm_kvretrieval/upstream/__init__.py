@@ -1,4 +1,4 @@
-"""What is not KV retrieval: where vLLM computes wrongly or slowly, and what is done about it.
+"""Repairs of vLLM itself, where it computes wrongly or slowly; they are not KV retrieval.
 
 The files here change vLLM's models and its environment, and would serve without retrieval as well.
 :data:`WORKAROUNDS` lists them and what stands elsewhere for vLLM's sake, so that a new release of
@@ -16,7 +16,7 @@ class Workaround(NamedTuple):
     Attributes:
         code: The dotted path of it, within this package.
         why: The fault or gap.
-        until: What vLLM has to do before the code can go.
+        until: The change in vLLM after which the code can go.
         versions: Releases of vLLM that need it.
         reference: An issue or pull request of vLLM; empty where none is known.
     """
@@ -44,7 +44,7 @@ WORKAROUNDS = (
     ),
     Workaround(
         "upstream.compiled.load_compiled",
-        "On CPUs a saved compiled model is not loaded, for torch's functions lack "
+        "On CPUs a saved compiled model is not loaded, since torch's functions lack "
         "finalize_loading; and its key leaves out the CPU and the products of linear layers.",
         "vLLM loads what inductor has compiled, by a key with both.",
     ),

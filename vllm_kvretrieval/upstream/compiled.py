@@ -28,7 +28,7 @@ CPUINFO = Path("/proc/cpuinfo")
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 """Environment variables by which torch and oneDNN leave instructions of the CPU out."""
 FIELD = "compiled_for"
-"""What is added to vLLM's ``additional_config``."""
+"""The entry of vLLM's ``additional_config``."""
 
 
 def load_compiled(network: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Where vLLM's defaults are slow on small machines, and what to set instead."""
+"""Defaults of vLLM that are slow on small machines, and the better settings."""
 
 import itertools
 import os
@@ -18,11 +18,11 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 class Judged(NamedTuple):
-    """What a default is here.
+    """A default on this machine.
 
     Attributes:
         text: A clause.
-        remedy: What would be faster; empty where nothing would.
+        remedy: A faster setting; empty where there is none.
     """
 
     text: str

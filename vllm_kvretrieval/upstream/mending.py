@@ -10,7 +10,7 @@ logger = init_logger("vllm.kvretrieval.model")
 
 
 def mend_model(model: nn.Module, own: bool) -> None:
-    """Mend what vLLM computes wrongly, or slowly.
+    """Mend layers that vLLM computes wrongly, or slowly.
 
     Args:
         model: The model as vLLM has loaded it.

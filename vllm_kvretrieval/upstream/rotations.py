@@ -68,7 +68,7 @@ def check_override(overrides: Any) -> None:
 
 
 def keep_rotations(model: "ModelConfig") -> None:
-    """Give rotations what belongs to the model's weights, and vLLM leaves out.
+    """Give rotations the values that belong to the model's weights, and that vLLM leaves out.
 
     Raises:
         RetrievalConfigError: An override has no effect, or leaves layers without rotations.
@@ -95,7 +95,7 @@ def scale_longrope(model: "ModelConfig") -> None:
 
 
 def _keep_overridden(model: "ModelConfig") -> None:
-    """Give overridden rotations what belongs to the weights, if the override leaves it out."""
+    """Give overridden rotations the weights' values that the override leaves out."""
     config = model.hf_text_config
     given: Any = getattr(config, "rope_parameters", None)
     without = _without_overrides(model)

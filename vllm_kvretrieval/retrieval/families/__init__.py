@@ -54,6 +54,6 @@ def apart(one: type[Method], other: type[Method]) -> str | None:
 
 
 def having(option: str, of_request: bool = False) -> tuple[type[Method], ...]:
-    """The families that an option has an effect with: those that name it, or all if none does."""
+    """The families that an option has an effect with: the ones that name it, or all."""
     named = [f for f in FAMILIES if option in (f.of_requests if of_request else f.options)]
     return tuple(named) or FAMILIES

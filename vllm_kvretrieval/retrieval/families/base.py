@@ -22,18 +22,18 @@ from vllm_kvretrieval.retrieval.shares import UNIFORM, Shares
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What selects pages or tokens, and when. A family overrides what is otherwise with it.
+    """A method: its options, sizes and needs. A family overrides the answers that differ with it.
 
     Attributes:
-        methods: What the family's methods are called in messages and documentation.
+        methods: The name of the family's methods in messages and documentation.
         trait: Why options of other families have no effect. It follows a method's name.
         schedules: The values of the option ``schedule``, with a line for ``vllm serve --help``.
-        options: The options of an engine, among those that only some families have, that have an
-            effect with the family.
+        options: The options of an engine that have an effect with the family, beside those that
+            have one with every family.
         of_requests: The options of a request that have an effect with the family.
-        numbers: Those of them that set a number for the request which its method has, too.
+        numbers: The numbers of its methods that a request may set for itself.
 
-        name: What requests call the method.
+        name: The name of the method in requests.
         page_size: Tokens per page.
         schedule: When pages or tokens are selected; one of ``schedules``.
         sink_pages, window_pages: Pages always attended to, where the user names none; None: a share
@@ -45,7 +45,7 @@ class Method:
         whole: Whether each step attends to the whole context.
         least_chosen: The fewest units that a KV head chooses, whatever its share.
 
-        index: What scores pages or tokens; None: the method has no index.
+        index: It scores pages or tokens; None: the method has no index.
         summary_size: Tokens per entry of the index; None: those of a page.
         entry_pages: Pages per entry if there are several; otherwise 1.
         pooling: Over the query heads of a KV head.
@@ -90,7 +90,7 @@ class Method:
         """The method that results from a preset and options of a method.
 
         Args:
-            name: What requests call it.
+            name: Its name in requests.
             preset: The values of the options that are not given.
             schedule: One of ``schedules``.
             given: Options as the user wrote them, each of which has an effect with the family and
@@ -109,12 +109,12 @@ class Method:
 
     @property
     def speculates(self) -> bool:
-        """Whether a step may attend to what an earlier one selected."""
+        """Whether a step may attend to the selection of an earlier one."""
         return False
 
     @property
     def prompts_select(self) -> str:
-        """What chunks of a prompt can select: ``pages``, ``tokens``, or nothing (empty)."""
+        """The units that chunks of a prompt can select: ``pages``, ``tokens``; empty: none."""
         return ""
 
     def why_not_beside(self, own: "Method") -> str | None:
@@ -123,7 +123,7 @@ class Method:
 
     @property
     def observes(self) -> bool:
-        """Whether the attention of a prompt's queries decides what is attended to after it."""
+        """Whether the attention of a prompt's queries decides which tokens are kept of it."""
         return False
 
     @property
@@ -172,7 +172,7 @@ class Method:
         return max([self.entry_pages - 1, *windows])
 
     def check_model(self, model: Any, layers: Sequence[int]) -> None:
-        """Refuse a model of another shape than options say, or of which too little is known.
+        """Refuse a model that has another shape than options say, or that too little is known of.
 
         Args:
             model: vLLM's configuration of the model.

@@ -117,5 +117,5 @@ class DroppingMethod(Method):
         return needs
 
     def divide(self, budget: PageBudget) -> tuple[int, int]:
-        """Sink and window are among what is kept; see :meth:`Method.divide`."""
+        """Sink and window are among the kept tokens; see :meth:`Method.divide`."""
         return 0, budget.total

@@ -157,7 +157,7 @@ class ScoredMethod(Method):
 
     @property
     def estimates_rest(self) -> bool:
-        """Whether the attention of what is not selected is known, so that it can be added up."""
+        """Whether the attention of pages that are not selected is known, and can be added up."""
         return self.estimates_shares and not self.per_token and self.index.estimates
 
     @property

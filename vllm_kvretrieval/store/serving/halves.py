@@ -1,4 +1,4 @@
-"""What the two halves of a store share: a step's orders, errors that last, and threads."""
+"""The parts that both halves of a store share: orders of a step, lasting errors, threads."""
 
 import errno
 import threading
@@ -21,7 +21,7 @@ FIELD = "kv_retrieval_store"
 
 @dataclass
 class StoreStep:
-    """What becomes of vLLM's blocks, by their numbers.
+    """The orders of a step about vLLM's blocks, by their numbers.
 
     Attributes:
         void: Stored blocks that this step overwrites, or that are to be forgotten.
@@ -41,7 +41,7 @@ class Fault:
     """Logs the first of several errors in a row, and that there are no more.
 
     Args:
-        what: What fails, as a clause.
+        what: The failure, as a clause.
     """
 
     def __init__(self, what: str) -> None:
@@ -68,8 +68,8 @@ def started(count: int, name: str, first: Callable[[], None] = lambda: None) -> 
 
     Args:
         count: How many.
-        name: What their names begin with.
-        first: What each of them does first; must not fail.
+        name: The start of their names.
+        first: Called by each of them first; must not fail.
 
     Raises:
         RetrievalConfigError: The process may not have so many.

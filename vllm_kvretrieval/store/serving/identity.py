@@ -1,4 +1,4 @@
-"""What the bytes of a stored block depend on, beside the tokens: model, weights, layout."""
+"""The facts that a stored block's bytes depend on beside tokens: model, weights, layout."""
 
 import hashlib
 import json

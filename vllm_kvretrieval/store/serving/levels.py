@@ -79,7 +79,7 @@ def _number(level: Level) -> int:
 
 
 def _read(folder: Folder) -> Iterator[tuple[int, Level]]:
-    """The levels of the file by their numbers, but for what is damaged."""
+    """The levels of the file by their numbers, without damaged ones."""
     try:
         found = json.loads(folder.read(FILE))
         entries = [*found.values()][:MOST] if isinstance(found, dict) else []

@@ -1,4 +1,4 @@
-"""The worker's half of a store: it hands on what a step has completed, and reads what one needs."""
+"""The worker's half of a store: it hands on blocks that are complete, and reads those needed."""
 
 import contextlib
 import io
@@ -203,7 +203,7 @@ class WorkerStore:
         Args:
             cache: The KV cache of the worker.
             config: Options of the engine.
-            wanted: What the user wants (``--num-gpu-blocks-override``), or None.
+            wanted: The user's number (``--num-gpu-blocks-override``), or None.
 
         Raises:
             RetrievalConfigError: The user wants another number, or the longest request more.
@@ -266,7 +266,7 @@ class WorkerStore:
         """Make the store if there is none.
 
         Args:
-            geometry: What the engine needs.
+            geometry: The engine's.
 
         Raises:
             RetrievalConfigError: The store has other sizes, or there is no room for it.
