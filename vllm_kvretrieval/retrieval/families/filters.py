@@ -50,8 +50,8 @@ class FilterMethod(Method):
         """Layers have one role for all requests; see :meth:`Method.why_not_beside`."""
         if isinstance(own, FilterMethod):
             return (
-                f"its layers would select as {own.name} does, without a choice of its own; leave it "
-                "out."
+                f"its layers would select as {own.name} does, without a choice of its own; leave "
+                "it out."
             )
         return (
             f"which layers are dense is the server's affair, and {self.name} needs others than "
