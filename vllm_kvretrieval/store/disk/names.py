@@ -15,6 +15,8 @@ PINS, NAMES, FORGOTTEN = "pins.json", "names.json", "forgotten.json"
 REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
 MOST_KEYS = 1000
 """Keys of contexts that were dropped and are remembered."""
+MOST_NAMED = 3
+"""Contexts that a message names."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DIGITS = re.compile(r"[0-9A-Fa-f]{8,}")
 ID = re.compile(rf"id:([0-9A-Fa-f]+)|({DIGITS.pattern})")
@@ -204,18 +206,17 @@ def check_name(name: str) -> None:
         )
 
 
-def called(keys: Iterable[bytes], names: dict[str, bytes], most: int = 3) -> str:
-    """What contexts are called, in words.
+def called(keys: Iterable[bytes], names: dict[str, bytes]) -> str:
+    """The names of contexts, in words; of more than ``MOST_NAMED``, the number of the others.
 
     Args:
         keys: Keys of the contexts' last blocks.
         names: Keys of last blocks by name.
-        most: The most contexts that are named; the others are counted.
     """
     own = {key: name for name, key in names.items()}
     words = [own.get(key, id_of(key)) for key in keys]
-    more = [f"{len(words) - most} more"] if len(words) > most else []
-    return " and ".join(words[:most] + more)
+    more = [f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else []
+    return " and ".join(words[:MOST_NAMED] + more)
 
 
 def _digits(context: str) -> str | None:
