@@ -12,7 +12,7 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts
+from vllm_kvretrieval.storage.base import StepContexts, StorageFacts
 from vllm_kvretrieval.storage.file import Reads
 from vllm_kvretrieval.storage.file_pages import FilePages, FilePagesLayer
 from vllm_kvretrieval.storage.home_file import HomeFile
@@ -167,6 +167,7 @@ class Encoded(FilePages):
     """An engine's encoded KV; see :class:`FileStorage`."""
 
     in_place = False
+    layer_kind = EncodedLayer
 
     def __init__(self, config: RetrievalConfig, facts: StorageFacts) -> None:
         super().__init__(config, facts)
@@ -186,12 +187,6 @@ class Encoded(FilePages):
             f"kv_retrieval.codec={config.codec} is not supported for models that attend to some of "
             "their input in both directions, as this one; use raw."
         )
-
-    def layer(self, cache: LayerCache) -> EncodedLayer:
-        """See :meth:`Storage.layer`."""
-        layer = EncodedLayer(self, cache)
-        self.pages.append(layer.cache)
-        return layer
 
     def plan(self, step: StepContexts) -> EncodedReads:
         """Find the pages that have become full, and those to be laid out.

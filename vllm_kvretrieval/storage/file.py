@@ -15,7 +15,7 @@ from vllm_kvretrieval.storage.base import LayerCache, StepContexts, StorageFacts
 from vllm_kvretrieval.storage.home_file import HomeFile, check_room, directory_for, free_space
 from vllm_kvretrieval.storage.lost import LostBlocks
 from vllm_kvretrieval.storage.mapped import DiskHome, page_runs
-from vllm_kvretrieval.storage.memory import InPlace, MemoryLayer
+from vllm_kvretrieval.storage.memory import IN_PLACE, InPlace, MemoryLayer
 from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
 
 
@@ -174,7 +174,7 @@ class FileStorage:
 
     def dense_layer(self, name: str) -> InPlace:
         """See :meth:`Storage.dense_layer`."""
-        return DenseFileLayer(self, name) if name in self.slow_layers else InPlace()
+        return DenseFileLayer(self, name) if name in self.slow_layers else IN_PLACE
 
     def plan(self, step: StepContexts) -> Any:
         """The parts of home that the layers read in place, if a context exceeds all budgets."""

@@ -58,13 +58,14 @@ class FilePages(FileStorage):
     """An engine's KV in a file, by pages; see :class:`FileStorage`."""
 
     token_major = False
+    layer_kind = FilePagesLayer
 
     def refuse_two_directions(self, config: RetrievalConfig) -> None:
         """vLLM's kernel reads pages in the mapped file."""
 
     def layer(self, cache: LayerCache) -> FilePagesLayer:
         """See :meth:`Storage.layer`."""
-        layer = FilePagesLayer(self, cache)
+        layer = self.layer_kind(self, cache)
         self.pages.append(layer.cache)
         return layer
 

@@ -242,8 +242,8 @@ class RetrievalCPUWorker(CPUWorker):
             if name not in self.storage.slow_layers:
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
-            for store in impl.indexes:
-                yield store.records.view(blocks, -1)
+            for index in impl.indexes:
+                yield index.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
         """For the KV cache in memory, of which a step reads scattered pages or tokens."""
@@ -416,8 +416,8 @@ class RetrievalCPUWorker(CPUWorker):
             return
         source, target = torch.tensor(copies).unbind(1)
         for impl in self.retrieval_layers.values():
-            for store in impl.indexes:
-                blocks = store.records.view(self.cache_config.num_gpu_blocks, -1)
+            for index in impl.indexes:
+                blocks = index.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
 
     def shutdown(self) -> None:
