@@ -62,11 +62,12 @@ def dense_layers(config: RetrievalConfig, model: Path, layers: Sequence[int]) ->
         model: Directory of the checkpoint.
         layers: The model's layers with full attention.
     """
+    if not config.own.selects_for_others:
+        return sum(layer < config.dense_layers for layer in layers)
     text_config = AutoConfig.from_pretrained(model).get_text_config()
     served = SimpleNamespace(model=str(model), hf_text_config=text_config)
-    if roles := config.roles(served, layers):
-        return sum(not isinstance(role, Follows) for role in roles.values())
-    return sum(layer < config.dense_layers for layer in layers)
+    roles = config.roles(served, layers).values()
+    return sum(not isinstance(role, Follows) for role in roles)
 
 
 def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:

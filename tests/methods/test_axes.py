@@ -112,7 +112,7 @@ def test_presets(name):
     assert getattr(own, "keeping", None) == preset.keeping
     assert config(name).page_size == preset.page_size
     assert config(name).dense_layers == preset.dense_layers
-    assert own.per_token == config(name).rows == (name in ("fier", "omnikv", *KEEPING))
+    assert own.per_token == config(name).token_major == (name in ("fier", "omnikv", *KEEPING))
     assert own.selects_for_others == (name in SHARING)
     assert (Need.HEADS in own.needs) == (name in BY_HEAD)
 

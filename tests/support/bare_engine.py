@@ -211,7 +211,7 @@ class BareEngine:
         raw: dict[str, torch.Tensor] = {}
         if worker.storage.allocates:
             for part, memory in worker.storage.allocate(names, size):
-                raw.update(zip(part, memory.split(size), strict=True))
+                raw.update(zip(part, memory.split(size) if part else (), strict=True))
         shape = blocks * self.block_size // self.page_size, HEADS, self.page_size, 2 * HEAD_SIZE
         for name in names:
             memory = raw[name] if name in raw else torch.empty(size, dtype=torch.int8)

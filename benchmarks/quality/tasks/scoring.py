@@ -16,6 +16,7 @@ from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
 from benchmarks.quality.tasks.metrics import Generated
 from benchmarks.quality.tasks.variant import PAGE, Variant
 from vllm_kvretrieval.retrieval.families.dropping import ONCE
+from vllm_kvretrieval.retrieval.needs import Need
 
 
 def score(
@@ -72,6 +73,8 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
 
 def whole_heads(variant: Variant, model: Path) -> float:
     """Return the share of the KV heads of retrieval layers that attend to whole contexts."""
+    if Need.HEADS not in variant.config.own.needs:
+        return 0.0
     config = AutoConfig.from_pretrained(model).get_text_config()
     served = SimpleNamespace(
         model=str(model),
@@ -81,7 +84,8 @@ def whole_heads(variant: Variant, model: Path) -> float:
     dense = variant.engine_config.dense_layers
     retrieving = [layer for layer in _full_attention(model) if layer >= dense]
     counts = variant.config.own.fixed_counts(served, retrieving)
-    return 0.0 if counts is None else float((counts > 0).mean())
+    assert counts is not None
+    return float((counts > 0).mean())
 
 
 def _full_attention(model: Path) -> list[int]:
