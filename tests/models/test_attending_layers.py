@@ -221,9 +221,7 @@ def test_a_worker_with_other_layers_says_so(configure, world):
         ("omnikv", {"filters": [1]}),
     ):
         by_layer = RetrievalConfig.from_options(method, options)
-        with pytest.raises(
-            RetrievalConfigError, match=r"layers \[1, 3, 5\] .* not \[0, .* full"
-        ):
+        with pytest.raises(RetrievalConfigError, match=r"layers \[1, 3, 5\] .* not \[0, .* full"):
             number_layers(config, specs, by_layer)
 
 
