@@ -33,7 +33,7 @@ from vllm_kvretrieval.methods.base import (
 from vllm_kvretrieval.methods.observation import LatestQueries, Observation, Observed
 from vllm_kvretrieval.methods.scored import Scored, ScoredLayer
 from vllm_kvretrieval.methods.token_chunks import TokenChunkPlanner, TokenChunks
-from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.families import FilterMethod, Method
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.roles import OBSERVATIONS, Filters, Follows
 from vllm_kvretrieval.storage.base import SharedRecall
@@ -75,13 +75,13 @@ class Listed:
 class Filtered(Scored):
     """A group's rows of one method; see :class:`GroupMethod`."""
 
-    def __init__(self, facts: GroupFacts, number: int, method: Method) -> None:
+    def __init__(self, facts: GroupFacts, number: int, method: FilterMethod) -> None:
         super().__init__(facts, number, method)
         # What one filter has selected, until the next one has: other methods' rows have theirs.
         self._lists = torch.empty_like(facts.lists)
         self._lengths = torch.empty_like(facts.lengths)
         requests = facts.requests
-        weights = OBSERVATIONS[requests.config.observation or "last"]
+        weights = OBSERVATIONS[method.observation]
         self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
 
     @property
@@ -191,10 +191,12 @@ def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Choose
     return FilteredLayer(chooser)
 
 
-def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int, Layer]) -> None:
+def connect(
+    facts: EngineFacts, number: int, method: FilterMethod, layers: Mapping[int, Layer]
+) -> None:
     """Let filter layers select, and the layers after them follow; see :meth:`Family.connect`."""
     selectors = {
-        layer: _make_filter(facts, number, layers[layer])
+        layer: _make_filter(facts, number, method, layers[layer])
         for layer, role in facts.roles.items()
         if isinstance(role, Filters)
     }
@@ -211,7 +213,7 @@ def connect(facts: EngineFacts, number: int, method: Method, layers: Mapping[int
                 impl.methods[number].source = source
 
 
-def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
+def _make_filter(facts: EngineFacts, number: int, method: FilterMethod, layer: Layer) -> Selectors:
     """Make a dense layer a filter."""
     config, impl, kv_cache = facts.config, layer.impl, layer.kv_cache
     store = IndexRecords.empty(
@@ -226,7 +228,7 @@ def _make_filter(facts: EngineFacts, number: int, layer: Layer) -> Selectors:
     )
     chosen = torch.zeros(facts.seats, max(facts.room.filtered, 1), dtype=torch.int32)
     selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
-    window = len(OBSERVATIONS[config.observation or "last"])
+    window = len(OBSERVATIONS[method.observation])
     latest = None
     if window > 1:
         heads = impl.num_kv_heads * impl.num_queries_per_kv
