@@ -1,9 +1,10 @@
 """Tables of the presets: what they are, and where they are served."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from benchmarks.tables.markdown import Options, Results
+from benchmarks.tables.markdown import Options, Results, markdown
 from vllm_kvretrieval.attention.cuda.refusals import check_preset
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -18,20 +19,18 @@ TOLD: dict[str, dict[str, Any]] = {"razor": {"heads": [[1]]}, "omnikv": {"filter
 
 def presets(_: Results, options: Options) -> str:
     """The presets as values of options."""
-    lines = [
-        "| `--attention-backend` | index | pooling | schedule | tokens per page | dense layers | "
-        "sink, window | besides |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ["`--attention-backend`", "index", "pooling", "schedule", "tokens per page"]
+    header += ["dense layers", "sink, window", "besides"]
+    rows = []
     for name, preset in OWN.items():
         paper = f" ([paper]({preset.paper}))" if preset.paper else ""
         index = "none" if preset.index == "none" else f"`{preset.index}`"
         pooling = "" if preset.index == "none" else f"`{preset.pooling}`"
-        family = family_with(preset.schedule)
-        dense = preset.dense_layers if "dense_layers" in family.options else "its filters'"
-        cells = f"`{name}`{paper}", index, pooling, f"`{preset.schedule}`", preset.page_size, dense
-        lines.append(f"| {' | '.join(map(str, cells))} | {_parts(preset)} | {_besides(preset)} |")
-    return "\n".join(lines)
+        layers = "dense_layers" in family_with(preset.schedule).options
+        dense = str(preset.dense_layers) if layers else "its filters'"
+        row = f"`{name}`{paper}", index, pooling, f"`{preset.schedule}`", str(preset.page_size)
+        rows.append([*row, dense, _parts(preset), _besides(preset)])
+    return markdown(header, rows).rstrip("\n")
 
 
 def _parts(preset: Preset) -> str:
@@ -50,40 +49,37 @@ def _pages(pages: int | None) -> str:
 def _besides(preset: Preset) -> str:
     """Options whose values are not those of most presets."""
     names = "unit summary_size rerank mass remainder outliers codec home budget_shares".split()
-    usual = Preset("")
-    said = {name: getattr(preset, name) for name in names}
-    told = [f"`{name}={value}`" for name, value in said.items() if value != getattr(usual, name)]
+    told = [f"`{said}`" for said in _unlike(preset, Preset(""), names)]
     if preset.finer:
         finer = ", ".join(f"`{name}={value}`" for name, value in preset.finer.items())
         told.append(f"[where small pages are served](#small-pages) {finer}")
     if preset.keeping:
-        kept = preset.keeping, Keeping()
-        shown = [
-            f"{f.name}={getattr(kept[0], f.name)}"
-            for f in fields(Keeping)
-            if getattr(kept[0], f.name) != getattr(kept[1], f.name)
-        ]
-        told.append(f"keeps by {', '.join(shown)}")
+        names = [field.name for field in fields(Keeping)]
+        told.append(f"keeps by {', '.join(_unlike(preset.keeping, Keeping(), names))}")
     if preset.raw_window:
         told.append("its window raw")
     return ", ".join(told)
 
 
+def _unlike(values: Any, usual: Any, names: Iterable[str]) -> list[str]:
+    """The attributes by which values are unlike the usual ones."""
+    said = {name: getattr(values, name) for name in names}
+    return [f"{name}={value}" for name, value in said.items() if value != getattr(usual, name)]
+
+
 def served(_: Results, options: Options) -> str:
     """Where each preset is served, and why not; from the table of needs."""
-    lines = [
-        "| `--attention-backend` | CPU, `home=device` | CPU, `home=disk` | 8 and 4 bits on disk "
-        "(`codec`) | GPU, `home=device` and `home=host` |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    header = ["`--attention-backend`", "CPU, `home=device`", "CPU, `home=disk`"]
+    header += ["8 and 4 bits on disk (`codec`)", "GPU, `home=device` and `home=host`"]
+    rows = []
     for name, preset in OWN.items():
         made = RetrievalConfig.from_options(name, TOLD.get(name, {})).own
         raw = preset.codec == "raw"
         memory = "yes" if raw else "no: its pages are encoded"
         disk = "yes" if not raw else _cell(made, SLOW_HOME)
         codec = "yes" if not raw else _cell(made, SLOW_HOME, CODEC)
-        lines.append(f"| `{name}` | {memory} | {disk} | {codec} | {_on_gpu(name, made)} |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", memory, disk, codec, _on_gpu(name, made)])
+    return markdown(header, rows).rstrip("\n")
 
 
 def _cell(method: Method, *settings: Setting) -> str:
