@@ -28,7 +28,6 @@ SHAPE: dict[str, Any] = {
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 
-init_none_hash(sha256)
 hasher = get_request_block_hasher(BLOCK, sha256)
 
 
@@ -38,7 +37,11 @@ def tokens(count: int, first: int) -> list[int]:
 
 
 def request(prompt: Sequence[int], name: str = "a", lora: Any = None, **sampling: Any) -> Request:
-    """A request of vLLM's scheduler."""
+    """A request of vLLM's scheduler.
+
+    The hash of no block is a global of vLLM's, which other tests of this process set as well.
+    """
+    init_none_hash(sha256)
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),
