@@ -5,6 +5,7 @@ workers have room for, tells the workers which blocks a KV connector loads, and 
 workers count.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from vllm_kvretrieval.engine.block_pools import Split, divide
 from vllm_kvretrieval.engine.chunk_scheduler import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
@@ -80,9 +82,11 @@ class RetrievalScheduler(ChunkScheduler):
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
         self._store: SchedulerStore | None = None
+        self._homes = tuple(range(len(self._managers)))  # groups of layers in a slow home
         self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
+            self.connector.divide_by(self._divide)
             self.connector.restore_by(self._restore)
         # Another connector may load into the cache.
         self._loads: LoadReports | None = None
@@ -95,7 +99,8 @@ class RetrievalScheduler(ChunkScheduler):
         wanted = self.max_num_active_reqs
         self.max_num_running_reqs = min(self.max_num_running_reqs, seats)
         self.max_num_active_reqs = min(wanted, seats)
-        tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        pool = self.kv_cache_manager.block_pool
+        tokens = (pool.num_gpu_blocks - 1) * self.block_size
         if seats >= wanted:
             logger.info("KV retrieval: %d requests at once, %d tokens of home.", wanted, tokens)
             return
@@ -108,6 +113,31 @@ class RetrievalScheduler(ChunkScheduler):
             wanted,
             tokens,
         )
+
+    def _divide(self, split: Split) -> None:
+        """Give groups of layers that do not lie in the slow home blocks of their own."""
+        self._homes = split.homes
+        divide(self.kv_cache_manager.coordinator, split)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """Fail the requests that hold blocks which home cannot give back.
+
+        vLLM does so only for models with a single group of layers.
+        """
+        if len(self._managers) == 1:
+            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        failed = set[str]()
+        for request, home in itertools.product(self.running, self._homes):
+            name, manager = request.request_id, self._managers[home]
+            before = request.num_computed_tokens - num_scheduled_tokens.get(name, 0)
+            numbers = [block.block_id for block in manager.req_to_blocks[name]]
+            computed = numbers[: -(-before // manager.block_size)]
+            if lost := [n for n, number in enumerate(computed) if number in invalid_block_ids]:
+                failed.add(name)
+                manager.block_pool.evict_blocks({*numbers[lost[0] :]})
+        return failed
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         """See ``Scheduler.update_from_output``."""

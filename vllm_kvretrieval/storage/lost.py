@@ -48,6 +48,7 @@ class LostBlocks(Lost):
         blocks: How many there are.
         block_size: Tokens of each.
         pages: Pages of each.
+        groups: Numbers of vLLM's groups of layers that the home has.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class LostBlocks(Lost):
         blocks: int,
         block_size: int,
         pages: int,
+        groups: tuple[int, ...] = (0,),
     ) -> None:
         super().__init__()
         self._home, self._caches, self._directory = home, caches, directory
         self._blocks, self._block_size, self._pages = blocks, block_size, pages
+        self._groups = groups
         self._last: set[int] = set()
         # Blocks that have not been written anew since the system failed to write something.
         self._doubtful: set[int] = set()
@@ -77,7 +80,7 @@ class LostBlocks(Lost):
         self._found.clear()
         if not self._doubtful:
             return
-        shared, new = allotted_blocks(step, self._block_size)
+        shared, new = allotted_blocks(step, self._block_size, self._groups)
         self.add(self._doubtful.intersection(shared))
         self._doubtful.difference_update(new)
 
@@ -116,12 +119,15 @@ class LostBlocks(Lost):
         )
 
 
-def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
-    """The blocks that requests get in a step, of a KV cache with one group of layers.
+def allotted_blocks(
+    step: Any, block_size: int, groups: tuple[int, ...] = (0,)
+) -> tuple[list[int], list[int]]:
+    """The blocks that requests get in a step, of some groups of layers with equal blocks.
 
     Args:
         step: vLLM's scheduler output.
         block_size: Tokens of a block.
+        groups: The groups' numbers.
 
     Returns:
         Numbers of the blocks that were computed before, and of those that are written anew.
@@ -134,8 +140,9 @@ def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
         if blocks is not None:
             allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
     shared, new = list[int](), list[int]()
-    for (of_request,), tokens in allotted:
+    for of_request, tokens in allotted:
         count = -(-tokens // block_size)
-        shared += of_request[:count]
-        new += of_request[count:]
+        for group in groups:
+            shared += of_request[group][:count]
+            new += of_request[group][count:]
     return shared, new

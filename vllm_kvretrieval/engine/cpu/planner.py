@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvretrieval.attention.cpu.refusals import Choice, choose_attention
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
+from vllm_kvretrieval.engine.block_pools import Split
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -33,6 +34,7 @@ from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.storage.allocation import home_groups
 from vllm_kvretrieval.storage.base import StorageFacts
 from vllm_kvretrieval.storage.registry import slow_kind
 from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
@@ -54,6 +56,8 @@ class Planner:
 
     Attributes:
         tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
+        homes: Numbers of vLLM's groups of layers in it; none without one.
+        names_at_home: Names of the layers of these groups.
         stored: The store that holds the slow home; None without one.
     """
 
@@ -70,6 +74,9 @@ class Planner:
         self.parallel_config = vllm_config.parallel_config
         self.scheduler_config = vllm_config.scheduler_config
         self.tiers: Tiers | None = None
+        self.homes: tuple[int, ...] = ()
+        self.names_at_home: list[str] = []
+        self._home_block = 0
         self.stored: WorkerStore | None = None
 
     def divide(self, available: int) -> int:
@@ -89,13 +96,13 @@ class Planner:
         check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
         staging, scratch = self.staging_bytes(), self._scratch_bytes()
         self.tiers = self.plan_tiers(available - scratch, staging)
-        if self.tiers is not None:
-            return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
             return available  # a stage of a pipeline without attention
         block, index = bytes_per_block(
             self.vllm_config, specs, self.retrieval_config, self.retrieving
         )
+        if self.tiers is not None:
+            return self.tiers.all_blocks * block
         if self.cache_config.kv_cache_memory_bytes is None:
             available = (available - staging - scratch) * block // (block + index)
         else:
@@ -127,6 +134,7 @@ class Planner:
         if cache is None:
             return None
         cache = replace(cache, attended=self._attended(cache.kv_heads))
+        self._home_block = cache.block_size
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
         try:
@@ -184,12 +192,37 @@ class Planner:
     def storage_facts(self) -> StorageFacts:
         """What the worker's storage is made for."""
         tiers, stored = self.tiers, self.stored
-        names, size = [*self.retrieval_heads], self.cache_config.block_size
+        facts = StorageFacts([*self.retrieval_heads], tiers, self.block_size, groups=self.homes)
         if tiers is None or stored is None:
-            return StorageFacts(names, tiers, size)
-        return StorageFacts(
-            names, tiers, size, lambda layers: stored.file(geometry_of(tiers, layers))
-        )
+            return facts
+        return replace(facts, stored=lambda layers: stored.file(geometry_of(tiers, layers)))
+
+    def fit(self, kv_cache_config: Any) -> None:
+        """Take what vLLM has decided: the number of blocks, and the groups of layers."""
+        if self.tiers is None:
+            return
+        self.tiers = self.tiers.of(kv_cache_config.num_blocks)
+        self.homes = home_groups(kv_cache_config, self.retrieval_heads)
+        groups = [kv_cache_config.kv_cache_groups[home] for home in self.homes]
+        self.names_at_home = [name for group in groups for name in group.layer_names]
+
+    @property
+    def split(self) -> Split | None:
+        """The division of vLLM's blocks, if not all groups of layers lie in home."""
+        if self.tiers is None or not self.tiers.other_blocks:
+            return None
+        return Split(self.homes, self.tiers.blocks, self.tiers.other_blocks)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the retrieval layers; with a slow home, vLLM's groups may differ."""
+        return self.cache_config.block_size if self.tiers is None else self._home_block
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the retrieval layers."""
+        blocks = self.cache_config.num_gpu_blocks
+        return blocks if self.tiers is None else self.tiers.blocks
 
     @property
     def seats(self) -> int:

@@ -37,7 +37,7 @@ from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
-from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 from vllm_kvretrieval.storage.memory import Memory
@@ -119,15 +119,23 @@ class RetrievalCPUWorker(CPUWorker):
         runner = self.model_runner
         allocated = compat.one_block(self.vllm_config, kv_cache_config)
         type(runner).initialize_kv_cache(runner, allocated, **options)
-        (tensor,) = kv_cache_config.kv_cache_tensors
-        memories = self.storage.allocate(tensor.layers, tensor.layer_stride)
-        move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, memories)
+        blocks, homes = self.planner.blocks, self.planner.homes
+        names, block_bytes = layers_at_home(kv_cache_config, homes)
+        memories = self.storage.allocate(names, blocks * block_bytes)
+        move_kv_cache(runner, kv_cache_config, homes, blocks, memories)
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks."""
+        """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks.
+
+        Those in home need none: they never hold anything but keys and values of its layers.
+        """
         layers = self.vllm_config.compilation_config.static_forward_context
-        for group in self.model_runner.kv_cache_config.kv_cache_groups:
-            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        for number, group in enumerate(groups):
+            if (
+                isinstance(group.kv_cache_spec, FullAttentionSpec)
+                and number not in self.planner.homes
+            ):
                 for name in group.layer_names:
                     pages = layers[name].kv_cache
                     pages.unflatten(0, (self.cache_config.num_gpu_blocks, -1))[block_ids] = 0
@@ -139,13 +147,11 @@ class RetrievalCPUWorker(CPUWorker):
 
     def _initialize(self, kv_cache_config: Any) -> None:
         config, planner = self.retrieval_config, self.planner
-        if planner.tiers is not None:
-            planner.tiers = planner.tiers.of(kv_cache_config.num_blocks)
+        planner.fit(kv_cache_config)
         self.storage = make_storage(config, planner.storage_facts())
         if self.storage.allocates:
             self.model_runner.initialize_kv_cache = self._allocate_kv_cache
-        if not compat.is_v2(self.model_runner):
-            self.model_runner._zero_block_ids = self._zero_blocks
+        compat.zero_by(self.model_runner, self._zero_blocks, planner.tiers is not None)
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -201,7 +207,8 @@ class RetrievalCPUWorker(CPUWorker):
             self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
         if self._connected:
             store, lost = self.stored and self.stored.name, self.storage.lost.take
-            get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store)
+            split = self.planner.split
+            get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store, split)
         log_start(planner, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self) -> list[Group]:
@@ -342,7 +349,7 @@ class RetrievalCPUWorker(CPUWorker):
         arrived = notes(scheduler_output, self.requests.notes)
         self.requests.begin_step(scheduled, scheduler_output.total_num_scheduled_tokens, arrived)
         self.storage.begin_step(scheduler_output)
-        self._copy_index(scheduler_output.kv_cache_block_copies)
+        self._copy_blocks(scheduler_output)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
         output = self._compute(scheduler_output)
@@ -410,15 +417,23 @@ class RetrievalCPUWorker(CPUWorker):
             f"slots/{self.rank}": usage.slots,
         }
 
-    def _copy_index(self, copies: Any) -> None:
-        """Copy index entries with the blocks that vLLM copies on write."""
-        if not copies:
+    def _copy_blocks(self, scheduler_output: Any) -> None:
+        """Copy what vLLM does not, of the blocks that it copies on write: index entries, and home's
+        layers where the other groups have blocks of their own."""
+        copies = scheduler_output.kv_cache_block_copies or ()
+        known = [pair for pair in copies if pair[1] < self.planner.blocks]
+        if not known:
             return
-        source, target = torch.tensor(copies).unbind(1)
-        for impl in self.retrieval_layers.values():
-            for index in impl.indexes:
-                blocks = index.records.view(self.cache_config.num_gpu_blocks, -1)
-                blocks[target] = blocks[source]
+        parts = [index.records for i in self.retrieval_layers.values() for index in i.indexes]
+        if self.planner.split is not None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            parts += [layers[name].kv_cache for name in self.planner.names_at_home]
+            others = [pair for pair in copies if pair[1] >= self.planner.blocks]
+            scheduler_output.kv_cache_block_copies = others or None
+        source, target = torch.tensor(known).unbind(1)
+        for part in parts:
+            blocks = part.view(self.planner.blocks, -1)
+            blocks[target] = blocks[source]
 
     def shutdown(self) -> None:
         """See ``Worker.shutdown``; before, the store gets what it has yet to get."""
