@@ -58,7 +58,7 @@ def divide(coordinator: Any, split: Split) -> None:
     for manager in behind:
         manager.block_pool, manager._null_block = others, others.null_block
     if isinstance(coordinator, HybridKVCacheCoordinator):
-        coordinator.verify_and_split_kv_cache_groups()  # looks up groups of equal layers in one pool
+        coordinator.verify_and_split_kv_cache_groups()  # it looks up equal layers in one pool
     _count_apart(coordinator, others, behind)
 
 

@@ -105,7 +105,7 @@ def cache_with_slow_home(
     at_home = retrieving(specs)
     homes = [group for group in groups if not {*at_home}.isdisjoint(group.layer_names)]
     kinds = {type(specs[name]) for group in homes for name in group.layer_names}
-    alike = len({group.kv_cache_spec for group in homes}) == 1
+    alike = all(group.kv_cache_spec == homes[0].kv_cache_spec for group in homes)
     alike &= len(homes) == 1 or config.encoding is None
     if kinds != {FullAttentionSpec} or not alike or _varies(homes[0]):
         if config.home == "auto":

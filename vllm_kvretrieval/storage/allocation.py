@@ -96,10 +96,14 @@ def move_kv_cache(
     if tensors:
         others = _others(kv_cache_config, tensors, layout, page_sizes)
     kv_caches.update(others)
+    layers = runner.compilation_config.static_forward_context
+    for name in (name for group in groups for name in group.layer_names):
+        if name not in kv_caches:
+            kv_caches[name] = kv_caches[layers[name].kv_sharing_target_layer_name]
     attn_groups = [group for groups in runner.attn_groups for group in groups]
     bind_kv_cache_to_layers(
         map_kv_caches_to_kernel_blocks(kv_caches, attn_groups),
-        runner.compilation_config.static_forward_context,
+        layers,
         kv_cache_groups=kv_cache_config.kv_cache_groups,
     )
     # Those whose blocks vLLM copies, by numbers that not all layers have.

@@ -32,6 +32,7 @@ from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
+from vllm_kvretrieval.retrieval.needs import SHARED_KV
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
 from vllm_kvretrieval.storage.allocation import home_groups
@@ -133,6 +134,18 @@ class Planner:
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
         if cache is None:
             return None
+        if self.owners:
+            methods, named = config.methods.values(), f"home={config.home!r} of layers whose keys "
+            served = all(map(SHARED_KV.serves, methods)) and config.encoding is None
+            if config.home == "auto" and not served:
+                return None
+            SHARED_KV.check(methods, named + "others read")
+            if config.encoding is not None:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.codec={config.codec} encodes pages once their own layer has "
+                    f"attended to them, and other layers of {self.model_config.model} read them "
+                    "later in a step (cross-layer KV sharing). Use codec=raw, or home=device."
+                )
         cache = replace(cache, attended=self._attended(cache.kv_heads))
         self._home_block = cache.block_size
         if config.home == "auto" and cache.fits_in(fast - staging, config):
@@ -192,7 +205,7 @@ class Planner:
     def storage_facts(self) -> StorageFacts:
         """What the worker's storage is made for."""
         tiers, stored = self.tiers, self.stored
-        facts = StorageFacts([*self.retrieval_heads], tiers, self.block_size, groups=self.homes)
+        facts = StorageFacts(self.own_layers, tiers, self.block_size, groups=self.homes)
         if tiers is None or stored is None:
             return facts
         return replace(facts, stored=lambda layers: stored.file(geometry_of(tiers, layers)))
@@ -230,10 +243,23 @@ class Planner:
         return requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats
 
     @functools.cached_property
+    def owners(self) -> dict[str, str]:
+        """Layers that read the cache of another layer (cross-layer KV sharing), and that layer."""
+        layers = self.vllm_config.compilation_config.static_forward_context.items()
+        read = ((n, getattr(layer, "kv_sharing_target_layer_name", None)) for n, layer in layers)
+        return {name: owner for name, owner in read if owner is not None}
+
+    @functools.cached_property
+    def layer_specs(self) -> dict[str, Any]:
+        """vLLM's KV cache specs of all layers, those that read another one's cache included."""
+        specs = self.get_kv_cache_spec()
+        return specs | {name: specs[owner] for name, owner in self.owners.items()}
+
+    @functools.cached_property
     def retrieval_heads(self) -> dict[str, slice]:
         """The places of a layer's KV heads among those of all retrieval layers, layer after
         layer."""
-        specs = self.get_kv_cache_spec()
+        specs = self.layer_specs
         heads, first = dict[str, slice](), 0
         for name in self.retrieving(self.layer_numbers):
             heads[name] = slice(first, first + specs[name].num_kv_heads)
@@ -318,8 +344,20 @@ class Planner:
         return [count * part[1] for count in own], part
 
     def _attended(self, kv_heads: int) -> tuple[int, ...]:
-        """The most that a request attends to in each retrieval layer; see ``Cache.attended``."""
-        return tuple(self.room.attended.reshape(-1, kv_heads).sum(1).tolist())
+        """The most that a request attends to in each retrieval layer; see ``Cache.attended``.
+
+        Layers that read another one's cache attend to the same slots.
+        """
+        counts = self.room.attended.reshape(-1, kv_heads).sum(1).tolist()
+        attended = dict.fromkeys(self.own_layers, 0)
+        for name, count in zip(self.retrieval_heads, counts, strict=True):
+            attended[self.owners.get(name, name)] += count
+        return tuple(attended.values())
+
+    @property
+    def own_layers(self) -> list[str]:
+        """The retrieval layers that have a cache of their own."""
+        return [name for name in self.retrieval_heads if name not in self.owners]
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
@@ -335,13 +373,14 @@ class Planner:
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:
         """The numbers in the model of the layers with plain full attention, rising."""
-        return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
+        return number_layers(self.vllm_config, self.layer_specs, self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
         """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
-        return [name for name in names if numbers.get(name) in found]
+        owner = self.owners.get
+        return [n for n in names if {numbers.get(n), numbers.get(owner(n, n))} <= found]
 
     @property
     def most_chunks(self) -> int:

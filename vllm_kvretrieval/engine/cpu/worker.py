@@ -162,7 +162,7 @@ class RetrievalCPUWorker(CPUWorker):
         foreign = has_foreign_connector(self.vllm_config)
         check_reading(planner, isas, foreign)
         heads = sum(impl.num_kv_heads for impl in impls)
-        full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
+        full = sum(type(s) is FullAttentionSpec for s in planner.layer_specs.values())
         dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
@@ -246,7 +246,7 @@ class RetrievalCPUWorker(CPUWorker):
         """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
         for name in self.planner.layer_numbers:
-            if name not in self.storage.slow_layers:
+            if name not in (*self.storage.slow_layers, *self.planner.owners):
                 yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
             for index in impl.indexes:
@@ -277,8 +277,10 @@ class RetrievalCPUWorker(CPUWorker):
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
             )
         assert self.requests is not None
-        choosers = self.choosers.of(name, impl, kv_cache, layout)
-        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu, self.requests.recalls))
+        owner = self.retrieval_layers.get(planner.owners.get(name, ""))
+        choosers = self.choosers.of(name, impl, kv_cache, layout, owner)
+        cache = LayerCache(name, kv_cache, layout, cpu, self.requests.recalls)
+        storage = self.storage.layer(cache) if owner is None else owner.storage
         number = [*planner.retrieval_heads].index(name)
         chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
         facts = LayerFacts(
