@@ -44,6 +44,8 @@ RETRIEVING = {
     "qwen3_next": [1, 3],
 }
 """The layers that retrieve."""
+UNCACHED = {"granite", "nemotron"}
+"""VLLM's state-space kernels for CPUs fail on prompts of several chunks with the prefix cache."""
 OWN = {"gemma4_shared": [1, 3]}
 """Those that have keys and values of their own, where others read them."""
 
@@ -87,13 +89,15 @@ def model(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def stock(model):
     """The answers of vLLM without retrieval, and without the kernel that rotates wrongly."""
-    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **OPTIONS) as llm:
+    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
+    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **options) as llm:
         return drive(llm, crowd()), drive(llm, long()), ask(llm)
 
 
 def retrieving(model, **home):
-    options = {"kv_retrieval": {"budget": BUDGET, "max_budget": 2048} | home}
-    return engine(model[1], attention_backend="freekv", additional_config=options, **OPTIONS)
+    retrieval = {"kv_retrieval": {"budget": BUDGET, "max_budget": 2048} | home}
+    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
+    return engine(model[1], attention_backend="freekv", additional_config=retrieval, **options)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +177,7 @@ def test_same_answers_as_in_memory(llm, in_memory, stock):
         assert answer.logprobs[1:] != pytest.approx(whole.logprobs[1:], abs=1e-3)
 
 
-def test_every_question_finds_the_document(llm, stock):
+def test_every_question_finds_the_document(llm, model, stock):
     """The second one, too, and a next turn finds the last answer."""
     answers = ask(llm, {"exact": True})
     for answer, expected in zip(answers, stock[2], strict=True):
@@ -182,7 +186,8 @@ def test_every_question_finds_the_document(llm, stock):
         m.block_size for m in scheduler(llm).kv_cache_manager.coordinator.single_type_managers
     )
     whole = 700 // size * size
-    assert [answer.cached for answer in answers] == [0, whole, whole, 868 // size * size]
+    expected = [0, whole, whole, 868 // size * size]
+    assert [answer.cached for answer in answers] == ([0] * 4 if model[0] in UNCACHED else expected)
 
 
 def test_a_preempted_request_goes_on(llm, monkeypatch):
