@@ -45,7 +45,7 @@ RETRIEVING = {
 }
 """The layers that retrieve."""
 ROUNDING = {"gpt_oss": 1e-3}
-"""Tolerance of log-probs; 1e-4 for the others. Experts get the tokens of a batch in other shares."""
+"""Tolerance of log-probs; 1e-4 for others. Experts get the tokens of a batch in other shares."""
 UNCACHED = {"granite", "nemotron"}
 """VLLM's state-space kernels for CPUs fail on prompts of several chunks with the prefix cache."""
 OWN = {"gemma4_shared": [1, 3]}
