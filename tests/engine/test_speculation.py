@@ -44,7 +44,7 @@ model = model_of(shortened, "SmolLM2-135M-Instruct", 4)
 
 @pytest.fixture(scope="module")
 def llm(model):
-    options = {"budget": 192, "also": METHODS[1:], "attention": "auto"}
+    options = {"budget": 192, "also": METHODS[1:], "attention": "own"}
     with engine(
         model,
         attention_backend="kvretrieval",
@@ -109,15 +109,17 @@ def trace(llm, tokens: int) -> list[torch.Tensor]:
     """Keys, values and index records of the pages that the last request has filled."""
 
     def of(worker: Any) -> list[torch.Tensor]:
-        runner, found = worker.model_runner, []
-        table = runner.input_batch.block_table.block_tables[0]
-        page = worker.retrieval_config.page_size
-        blocks = torch.from_numpy(table.get_numpy_array()[0, : tokens // page].copy()).long()
+        found, table = [], worker.model_runner.input_batch.block_table.block_tables[0]
+        page, size = worker.retrieval_config.page_size, worker.cache_config.block_size
+        blocks = torch.from_numpy(table.get_numpy_array()[0, : -(-tokens // size)]).long()
+        pages = (blocks[:, None] * (size // page) + torch.arange(size // page)).flatten()
+        pages = pages[: tokens // page]
         for name, impl in worker.retrieval_layers.items():
             layer = worker.vllm_config.compilation_config.static_forward_context[name]
-            found.append(layer.kv_cache[blocks].clone())
+            found.append(layer.kv_cache[pages].clone())
             for index in impl.indexes:
-                found.append(index.records.unflatten(0, (index.pages, -1))[blocks].clone())
+                of_pages = index.records.view(index.pages // index.spans, -1)
+                found.append(of_pages[pages[:: index.spans] // index.spans].clone())
         return found
 
     return llm.collective_rpc(of)[0]

@@ -25,6 +25,9 @@ class Scripted:
         self.vocabulary = vllm_config.model_config.get_vocab_size()
         self.follow((), 0.0)
 
+    def load_model(self, *_: Any) -> None:
+        """Nothing is loaded; vLLM asks every drafter on a CPU."""
+
     def follow(
         self, texts: Sequence[Sequence[int]], right: float, lengths: int = 0, wrong: int = 0
     ) -> None:

@@ -123,7 +123,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 self.watchers[number] = method
         recorded = (c.store for c in choosers if c.store.records.numel())
         self.indexes = list({id(store): store for store in recorded}.values())
-        self._growing = [store for store in self.indexes if store.index.grows]
+        self._growing = [s for s in self.indexes if s.index is not None and s.index.grows]
 
     def do_kv_cache_update(
         self,

@@ -180,7 +180,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if not decode and in_place and (self.own or not self.storage.token_major):
             return None
         whole = None
-        if len(others) == rows and rows:
+        if len(others) == rows and rows and not decode:
             whole = Whole(None, self._whole(dense, slice(0, rows)))
         elif len(others):
             index = torch.from_numpy(others)
