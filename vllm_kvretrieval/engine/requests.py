@@ -330,13 +330,16 @@ class RequestTable:
         pages: np.ndarray,
         sparse: np.ndarray,
         decodes: np.ndarray,
+        reads: np.ndarray,
     ) -> None:
         """Book a step: which rows decode, and which of them attend to selected pages only.
 
-        A step is booked once, although several groups of layers may report it.
+        A step is booked once, although several groups of layers may report it. Rows that ``reads``
+        names are left to :meth:`count_prefill`.
         """
-        new = lens != self._context[seats]
-        self._context[seats] = lens
+        known = self._context[seats]
+        new = (lens != known) & ~reads
+        self._context[seats] = np.where(reads, known, lens)
         attended = self._attended(seats, pages)
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self._steps.numpy()[seats, :4] += booked * new[:, None]

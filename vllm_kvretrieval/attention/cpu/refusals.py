@@ -112,7 +112,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU follows one step after the other; set --no-async-scheduling."
         )
     check_entries(vllm_config, config)
-    check_steps(vllm_config.scheduler_config, config)
+    check_steps(vllm_config.scheduler_config, config, vllm_config.num_speculative_tokens)
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.index_kinds, head_size, model.dtype)
@@ -158,15 +158,20 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             )
 
 
-def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
+def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig, drafts: int) -> None:
     """Refuse steps with less room than a chunk of a prompt and the requests that decode need.
 
     Chunks are not cut, so a prompt that gets less than one in every step would wait forever.
+
+    Args:
+        scheduler: vLLM's options of steps.
+        config: Options of the engine.
+        drafts: The most draft tokens of a request in a step.
     """
     if config.prefill_budget is None:
         return
     assert config.prefill_chunk is not None
-    needed = config.prefill_chunk + scheduler.max_num_seqs
+    needed = config.prefill_chunk + scheduler.max_num_seqs * (1 + drafts)
     chunks = (
         f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in chunks of "
         f"{config.prefill_chunk} tokens"

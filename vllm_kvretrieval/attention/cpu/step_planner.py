@@ -157,10 +157,8 @@ class StepPlanner:
         batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
         found = split_rows(batch, pages, decodes)
-        booked = ~np.isin(places, apart)
-        self._requests.count_steps(
-            seats[booked], lens[booked], pages[booked], found.sparse[booked], decodes[booked]
-        )
+        reads = np.isin(places, apart)
+        self._requests.count_steps(seats, lens, pages, found.sparse, decodes, reads)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         single = len(places) == common.num_reqs and not drafts.any()
         if not found.sparsely and single and decodes.all() and not looks:
