@@ -177,9 +177,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     self._attend_to_part(*step, part, output)
             elif full is not None:
                 if full.rows is not None:
-                    self._attend_to_rows(layer, query, kv_cache, full.rows, output)
-                if full.prompts is not None:
-                    self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
+                    self._attend_to_all(*step, full.rows, output)
+                for part in full.prompts:
+                    self._attend_to_prompts(layer, query, kv_cache, part, output)
             else:
                 by_vllm()
             for number, watcher in self.watchers.items():
@@ -213,7 +213,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         whole: Whole,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token, over whole contexts."""
+        """Rows that decode, over whole contexts."""
         index, by = whole.index, whole.by
         if isinstance(by, TokenLists):
             rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
@@ -295,7 +295,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         lists: TokenLists,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token by our own kernel, over whole contexts in the KV cache."""
+        """Rows that decode by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
         self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
 
@@ -333,7 +333,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel, over parts of one softmax.
+        """Rows that decode by our own kernel, over parts of one softmax.
 
         A part takes what was attended to before as its remainder, in float32, the first one that of
         the method.
@@ -358,7 +358,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
+        """Rows that decode by our own kernel; see :meth:`Ops.attend`."""
         if part.wait is not None:
             part.wait()
         self.kernels.attend(

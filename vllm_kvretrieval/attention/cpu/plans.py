@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Whole:
-    """Rows of one token that attend to whole contexts, as vLLM has it.
+    """Rows that attend to whole contexts, as vLLM has it.
 
     Requests that ask for exact attention, contexts within the budget, and exact prompts of which a
-    step computes a single token.
+    step computes a single token. Where our own kernel attends, they may have drafts.
 
     Attributes:
-        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        places: int64 [rows]; the requests' places in the batch.
+        index: int64 [queries]; their tokens in the batch, None where each has one, and they are the
+            first ones in it.
         by: Where vLLM's kernel attends, its metadata for them alone; where ours does, all pages of
             their contexts.
     """
 
+    places: np.ndarray
     index: torch.Tensor | None
     by: CPUAttentionMetadata | TokenLists
 
@@ -82,13 +85,13 @@ class Full:
     """How a batch attends to whole contexts by our own kernels.
 
     Attributes:
-        rows: All pages of the requests with a single token, which lead the batch; None: there are
-            none.
-        prompts: The requests after them; None: there are none.
+        rows: The requests that decode, or of which the step computes a single token; None: there
+            are none.
+        prompts: The others.
     """
 
-    rows: TokenLists | None
-    prompts: Prefill | None
+    rows: Whole | None
+    prompts: list[Prefill]
 
 
 @dataclass
