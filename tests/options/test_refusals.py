@@ -286,6 +286,15 @@ def test_engines(configure, options, message):
         configure(LLAMA, **options)
 
 
+def test_drafts_with_the_other_model_runner(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="V1 model runner, not with V2; set VLLM_USE_V2"):
+        configure(LLAMA, speculative_config=drafts)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    configure(LLAMA, speculative_config=drafts)
+
+
 def test_hashes_of_a_store(configure):
     """vLLM's default depends on which equal texts Python holds once; a store gets another."""
     assert configure(LLAMA).cache_config.prefix_caching_hash_algo == "sha256"

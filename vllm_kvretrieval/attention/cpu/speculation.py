@@ -39,6 +39,11 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
             f"{config.method} does not verify the drafts of {drafter!r}; use one of "
             f"{', '.join(DRAFTERS)} as the method of --speculative-config, or leave that out."
         )
+    if vllm_config.use_v2_model_runner:
+        raise RetrievalConfigError(
+            f"{config.method} verifies drafts on a CPU with vLLM's V1 model runner, not with V2; set "
+            f"VLLM_USE_V2_MODEL_RUNNER=0, or {WITHOUT_DRAFTS}."
+        )
     if drafts > MOST_DRAFTS:
         raise RetrievalConfigError(
             f"num_speculative_tokens={drafts} of --speculative-config are more drafts than vLLM "
