@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import openai
 from tqdm import tqdm
@@ -89,6 +90,9 @@ def add_chat(commands: Any) -> None:
         type=Path,
         default=_data() / "vllm-kvretrieval" / "chat",
         help="where what was read is kept, and the server's log (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="say where a browser on this machine may ask, too"
     )
     parser.add_argument("--no-keep", action="store_true", help="keep nothing of what was read")
     parser.set_defaults(run=run, engine=[])
@@ -207,14 +211,19 @@ def _chat(given: argparse.Namespace, documents: Sequence[Document], address: Add
         conversation = Conversation(client, documents, options, given.max_tokens)
         if conversation.tells_sources:
             options["vllm_xargs"]["kv_retrieval_sources"] = True
+        if given.page:
+            for document in documents:
+                conversation.lend(document)
+            root = address.url.removesuffix("/v1")
+            _say(f"In a browser: {root}/kvretrieval#{quote(address.key)}")
         if not _read_all(conversation, address):
             return 130
         loop = Loop(conversation)
         for line in given.question or loop.typed():
             loop.take(line)
         return 0
-    except ModelTooShortError as error:
-        raise RetrievalConfigError(f"chat: {error}.") from None
+    except (ModelTooShortError, SourcesUnknownError) as error:
+        raise RetrievalConfigError(f"chat: {str(error).rstrip('.')}.") from None
     except openai.OpenAIError as error:
         if isinstance(error, openai.APIConnectionError) and not given.url:
             raise  # its log says why
@@ -302,10 +311,7 @@ class Loop:
         try:
             passages = self._conversation.sources(self._last, MOST_PASSAGES)
         except SourcesUnknownError as error:
-            print(
-                f"{error}\nA server tells if it is started with VLLM_PLUGINS=kvretrieval and "
-                "--kv-retrieval.sources true."
-            )
+            print(error)
             return
         for passage in passages:
             print(printable(described(passage)))

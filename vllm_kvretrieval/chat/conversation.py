@@ -43,7 +43,14 @@ class Passage(NamedTuple):
 
 
 class SourcesUnknownError(ValueError):
-    """The server does not tell what an answer attended to; says why."""
+    """The server does not tell what an answer attended to; says why, and what to do."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"The server does not tell what answers attend to ({said.strip()[:300]}). One that is "
+            "started with VLLM_PLUGINS=kvretrieval in its environment and --kv-retrieval.sources "
+            "true does"
+        )
 
 
 class Reply(NamedTuple):
@@ -186,7 +193,7 @@ class Conversation:
         """
         status, text = self._server.ask(f"/v1/kv_retrieval/sources/{reply.id}")
         if status != 200:
-            raise SourcesUnknownError(f"the server does not tell: {text}")
+            raise SourcesUnknownError(text)
         told = json.loads(text)
         tokens, size = self._tokens(self._messages[:-1])[: self._end], int(told["page_size"])
         groups = told["weights"]
@@ -199,10 +206,21 @@ class Conversation:
                 found.append(Passage(*place, passage, max(weights[begin:end])))
         return sorted(found, key=lambda passage: -passage.weight)
 
+    def lend(self, document: Document) -> None:
+        """Give the server the text of a document, for those who ask by a browser.
+
+        Raises:
+            SourcesUnknownError: The server has no page for browsers.
+        """
+        body = {"name": document.name[:200], "text": document.text, "pages": document.pages}
+        status, text = self._server.ask("/v1/kv_retrieval/documents", body)
+        if status != 200:
+            raise SourcesUnknownError(text)
+
     def _detokenized(self, tokens: Sequence[int]) -> str:
         status, text = self._server.ask("/detokenize", {"model": self._model, "tokens": tokens})
         if status != 200:
-            raise SourcesUnknownError(f"the server does not tell the text of tokens: {text}")
+            raise SourcesUnknownError(text)
         # Characters of several tokens may be cut at the borders of pages.
         return str(json.loads(text)["prompt"]).strip("\N{REPLACEMENT CHARACTER}")
 
