@@ -21,6 +21,7 @@ pytestmark = pytest.mark.model
 ROOT = "/v1/kv_retrieval"
 TEXT = {"name": "<b>a</b>", "text": "The robot.\nWas built.", "pages": [0, 11]}
 TOLD = {"page_size": 16, "tokens": 40, "steps": 3, "groups": [[1, 2]], "weights": [[0.5, 0, 0.25]]}
+TOLD["peaks"] = [[0.75, 0, 0.25]]
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +213,10 @@ def test_sources(client_of):
     """Workers with other heads have the larger share; workers with other layers add groups."""
     other = {**TOLD, "weights": [[0.25, 0.125, 0.25]]}
     below = {**TOLD, "groups": [[3, 4]], "weights": [[1.0, 0, 0]]}
+    shares = {"weights": [[0.5, 0.125, 0.25], [1.0, 0, 0]], "peaks": [[0.75, 0, 0.25]] * 2}
     client = client_of([TOLD, other, None, below])
     told = client.get(f"{ROOT}/sources/chatcmpl-1").json()
     assert told["groups"] == [[1, 2], [3, 4]]
-    assert told["weights"] == [[0.5, 0.125, 0.25], [1.0, 0, 0]]
+    assert {field: told[field] for field in shares} == shares
     assert client.get(f"{ROOT}/sources/chatcmpl-2").status_code == 404
     assert client.get(f"{ROOT}/sources/{'a' * 129}").status_code == 422

@@ -97,6 +97,7 @@ def test_what_is_told(noted):
         "steps": 2,
         "groups": [[2, 2]],
         "weights": [[0, 0, 0.375, 0, 0]],
+        "peaks": [[0, 0, 0.5, 0, 0]],
     }
     assert made.told("chatcmpl-a-0123abcd") == told
     for other in ("chatcmpl-b", "chatcmpl", "a", ""):

@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "max_budget": 4096,
     "memory_fraction": 0.5,
     "allow_exact": False,
+    "sources": True,
     "reuse": "exact",
     "attention": "own",
     "home": "disk",

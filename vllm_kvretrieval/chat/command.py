@@ -24,7 +24,7 @@ from vllm_kvretrieval.chat.conversation import (
 )
 from vllm_kvretrieval.chat.documents import Document, read_document
 from vllm_kvretrieval.chat.server import Server, ServerError
-from vllm_kvretrieval.chat.sizes import Serving, folder_name, plan
+from vllm_kvretrieval.chat.sizes import Serving, TooLongError, folder_name, plan
 from vllm_kvretrieval.command_inputs import count
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -46,10 +46,12 @@ HELP = """\
 
 Ctrl-C ends an answer."""
 MODELS = Path("models")
-DEMO = ("SmolLM2-135M-Instruct-32K", "SmolLM2-135M-Instruct")
-"""Models of a checkout, of which the first that is there is taken by default."""
+DEMO = ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-32K")
+"""Models of a checkout; by default the first that is there, and holds the documents."""
 MAX_TOKENS = 200
 MOST_PASSAGES = 8
+LINE_S = 10.0
+"""How often the bar is written where it is no terminal's."""
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model that are downloaded."""
 
@@ -150,10 +152,8 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
         url = given.url.rstrip("/").removesuffix("/v1")
         yield Address(f"{url}/v1", given.api_key or "none")
         return
-    model = _model(given.model)
-    _say(f"{model} ...")
-    texts = [document.text for document in documents]
-    serving = plan(model, texts, given.engine, given.directory, keep=not given.no_keep)
+    _say("looking at the model and this machine ...")
+    model, serving = _plan(given, [document.text for document in documents])
     _tell(model, serving)
     from vllm_kvretrieval.upstream.defaults import all_cores
 
@@ -163,7 +163,8 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
     log = given.directory / f"{folder_name(model)}.log"
     with Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server:
         _say(f"$ {server.command}\n  log: {server.log}")
-        with tqdm(bar_format="the server starts: {elapsed}{postfix}", leave=False) as bar:
+        starts = "the server starts: {elapsed}"
+        with tqdm(bar_format=starts, leave=False, disable=not sys.stderr.isatty()) as bar:
             server.wait_ready(lambda _: bar.update())
         try:
             yield Address(f"{server.url}/v1", key, serving.store)
@@ -171,8 +172,8 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
             raise server.error(f"it does not answer ({error})") from None
 
 
-def _model(named: str | None) -> str:
-    """The model; one that is named as on the Hugging Face Hub is downloaded, if it is not here."""
+def _models(named: str | None) -> list[str]:
+    """The models to try; one that is named as on a hub is downloaded, if it is not here."""
     if named is None:
         found = [MODELS / name for name in DEMO if (MODELS / name / "config.json").is_file()]
         if not found:
@@ -181,7 +182,7 @@ def _model(named: str | None) -> str:
                 "--model Qwen/Qwen2.5-1.5B-Instruct. (In a checkout, after `make model`, that of "
                 "the demo is there.)"
             )
-        return str(found[0])
+        return [str(path) for path in found]
     if not Path(named).exists():
         from huggingface_hub import snapshot_download
 
@@ -192,12 +193,21 @@ def _model(named: str | None) -> str:
                 f"chat: there is no directory {named}, and the Hugging Face Hub does not have it "
                 f"for us ({' '.join(str(error).split())})"
             ) from None
-    return named
+    return [named]
+
+
+def _plan(given: argparse.Namespace, texts: Sequence[str]) -> tuple[str, Serving]:
+    """The first of the models that holds the texts, and its server."""
+    *models, last = _models(given.model)
+    for model in models:
+        with contextlib.suppress(TooLongError):
+            return model, plan(model, texts, given.engine, given.directory, not given.no_keep)
+    return last, plan(last, texts, given.engine, given.directory, not given.no_keep)
 
 
 def _tell(model: str, serving: Serving) -> None:
     tokens, length = serving.tokens, serving.length
-    _say(f"{tokens:,} tokens to read; the longest context is {length:,} tokens.")
+    _say(f"{model}: {tokens:,} tokens to read, and contexts of {length:,} at most.")
     for remark in serving.remarks:
         _say(remark)
 
@@ -242,7 +252,8 @@ def _read_all(conversation: Conversation, address: Address) -> bool:
         elif bar is None:
             if read:
                 _say(f"{read:,} of {total:,} tokens were read before")
-            bar = tqdm(total=total, initial=read, unit=" tokens", desc="reading", smoothing=0.3)
+            every = 0.1 if sys.stderr.isatty() else LINE_S
+            bar = tqdm(total=total, initial=read, unit=" tokens", desc="reading", mininterval=every)
         if bar is not None:
             bar.update(done - read)
         read = done

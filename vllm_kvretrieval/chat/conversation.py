@@ -32,8 +32,7 @@ class Passage(NamedTuple):
         document: The document.
         place: Where it begins in the document's text.
         text: The passage.
-        weight: The attention that its most attended page got: the largest share that a head gives,
-            a mean over layers and steps.
+        weight: The :func:`prominence` of its most prominent page.
     """
 
     document: Document
@@ -196,8 +195,7 @@ class Conversation:
             raise SourcesUnknownError(text)
         told = json.loads(text)
         tokens, size = self._tokens(self._messages[:-1])[: self._end], int(told["page_size"])
-        groups = told["weights"]
-        weights = [sum(page) / len(groups) for page in zip(*groups, strict=True)]
+        weights = prominence(told)
         found = list[Passage]()
         for begin, end in stretches(weights[: self._end // size], most):
             passage = self._detokenized(tokens[begin * size : end * size])
@@ -300,6 +298,25 @@ class Conversation:
             except KeyboardInterrupt:
                 tokens = tokens or len(pieces)
         return Reply(name, "".join(pieces), tokens, first, last - first)
+
+
+def prominence(told: Mapping[str, Any]) -> list[float]:
+    """For each page, how much more attention it got at some step than at all steps on average.
+
+    What a model attends to at each step, whatever it writes, is not prominent. An answer of one
+    token has no other steps, so the attention itself counts.
+
+    Args:
+        told: What the server tells of an answer.
+    """
+    groups = len(told["groups"])
+    peaks, weights = (
+        [sum(page) / groups for page in zip(*told[field], strict=True)]
+        for field in ("peaks", "weights")
+    )
+    if told["steps"] == 1:
+        return peaks
+    return [peak - weight for peak, weight in zip(peaks, weights, strict=True)]
 
 
 def stretches(weights: Sequence[float], most: int) -> list[tuple[int, int]]:

@@ -28,6 +28,10 @@ GIB = 1 << 30
 BACKEND = ("--attention-backend", "kvretrieval")
 
 
+class TooLongError(RetrievalConfigError):
+    """The documents are longer than the model reads."""
+
+
 class Known(NamedTuple):
     """A model that reads long texts.
 
@@ -83,8 +87,8 @@ def plan(
         keep: Whether to keep what is read.
 
     Raises:
-        RetrievalConfigError: The model is too short, or too large for this machine; says why, and
-            which is not.
+        TooLongError: The documents are longer than the model reads; says which model is not.
+        RetrievalConfigError: The model is too large for this machine; says which is not.
         OSError: The model is not there.
     """
     try:
@@ -97,7 +101,7 @@ def plan(
     tokens = count_tokens(vllm_config.model_config, texts)
     needed = tokens + ROOM
     if needed > longest:
-        raise RetrievalConfigError(too_long(model, tokens, longest))
+        raise TooLongError(too_long(model, tokens, longest))
     retrieval = RetrievalConfig.from_vllm(vllm_config)
     each = retrieval and token_bytes(vllm_config, retrieval)
     free, weights = _free_memory(), weight_bytes(model)

@@ -11,7 +11,7 @@ import torch
 from vllm_kvretrieval.kernels import TokenLists
 
 MOST = 16
-"""Requests whose record is kept; each takes 4 bytes per page and retrieval layer."""
+"""Requests whose record is kept; each takes 8 bytes per page and retrieval layer."""
 GROUPS = 4
 """Groups of adjacent layers that are told apart."""
 
@@ -23,11 +23,13 @@ class Record:
     Attributes:
         weights: float32 [layers, pages]; the largest share of its attention that a query head of
             the layer gives to the page, added up over steps.
+        peaks: float32 [layers, pages]; the largest of these shares, of all steps.
         tokens: Tokens of the context at the last step.
         steps: Steps whose attention is known, by layer.
     """
 
     weights: np.ndarray
+    peaks: np.ndarray
     steps: np.ndarray
     tokens: int = 0
 
@@ -80,8 +82,9 @@ class Sources:
         if not asks:
             return
         if req_id not in self._records:
-            weights = np.zeros((len(self.layers), self.most_pages), dtype=np.float32)
-            self._records[req_id] = Record(weights, np.zeros(len(self.layers), dtype=np.int64))
+            sums, peaks = np.zeros((2, len(self.layers), self.most_pages), dtype=np.float32)
+            steps = np.zeros(len(self.layers), dtype=np.int64)
+            self._records[req_id] = Record(sums, peaks, steps)
             if len(self._records) > MOST:
                 self._records.popitem(last=False)
         self._records.move_to_end(req_id)
@@ -118,8 +121,10 @@ class Sources:
         for row in self.asking(seats).tolist():
             record, tokens = self._seats[int(seats[row])], int(lens[row])
             pages = -(-tokens // self.page_size)
-            by_page = self._by_page(row, table[row, :pages].long(), lists, weights[row])
-            record.weights[layer, :pages] += by_page.numpy()
+            by_page = self._by_page(row, table[row, :pages].long(), lists, weights[row]).numpy()
+            record.weights[layer, :pages] += by_page
+            peaks = record.peaks[layer, :pages]
+            np.maximum(peaks, by_page, out=peaks)
             record.steps[layer] += 1
             record.tokens = tokens
 
@@ -150,8 +155,10 @@ class Sources:
 
         Returns:
             ``page_size``; ``tokens`` of the context at the last step; ``steps``; the first and last
-            layers of each of ``groups``; and ``weights``, for each group and page the mean over
-            layers and steps of the largest share that a head gives to the page.
+            layers of each of ``groups``; ``weights``, for each group and page the mean over layers
+            and steps of the largest share that a head gives to the page; and ``peaks``, the mean
+            over layers of the largest of all steps. What models attend to at each step, whatever
+            they write, has peaks that are hardly larger than its weights.
         """
         found = [name for name in self._records if name.rpartition("-")[0] == request_id]
         found += [request_id] if request_id in self._records else []
@@ -161,13 +168,17 @@ class Sources:
         known = np.flatnonzero(record.steps)
         pages = -(-record.tokens // self.page_size)
         groups = [part for part in np.array_split(known, GROUPS) if len(part)]
-        means = [
-            (record.weights[part, :pages] / record.steps[part, None]).mean(0) for part in groups
-        ]
+        means = [record.weights[part, :pages] / record.steps[part, None] for part in groups]
+        peaks = [record.peaks[part, :pages] for part in groups]
         return {
             "page_size": self.page_size,
             "tokens": record.tokens,
             "steps": int(record.steps.max()),
             "groups": [[int(self.layers[part[0]]), int(self.layers[part[-1]])] for part in groups],
-            "weights": [np.round(mean, 5).astype(float).tolist() for mean in means],
+            "weights": [_over_layers(group) for group in means],
+            "peaks": [_over_layers(group) for group in peaks],
         }
+
+
+def _over_layers(group: np.ndarray) -> list[float]:
+    return [round(float(share), 5) for share in group.mean(0)]

@@ -123,12 +123,16 @@ async def get_sources(request_id: RequestId, request: Request) -> dict[str, Any]
 
 def merged(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What workers with other heads, or other layers, tell of a request."""
-    by_group: dict[tuple[int, int], list[float]] = {}
-    for worker in told:
-        for (begin, end), weights in zip(worker["groups"], worker["weights"], strict=True):
-            known = by_group.get((begin, end), weights)
-            by_group[begin, end] = [max(pair) for pair in zip(known, weights, strict=True)]
-    return {**told[0], "groups": [*by_group], "weights": [*by_group.values()]}
+    groups = dict.fromkeys(tuple(group) for worker in told for group in worker["groups"])
+    found: dict[str, Any] = {**told[0], "groups": [*groups]}
+    for field in ("weights", "peaks"):
+        by_group: dict[Any, list[float]] = {}
+        for worker in told:
+            for group, shares in zip(map(tuple, worker["groups"]), worker[field], strict=True):
+                known = by_group.get(group, shares)
+                by_group[group] = [max(pair) for pair in zip(known, shares, strict=True)]
+        found[field] = [by_group[group] for group in groups]
+    return found
 
 
 @data.get("/documents")

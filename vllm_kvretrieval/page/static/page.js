@@ -277,12 +277,16 @@ async function* events(body) {
 async function sources(chat, reply, { list, box }) {
   const told = await call(`/v1/kv_retrieval/sources/${encodeURIComponent(reply.id)}`);
   const tokens = (await tokenized(chat)).tokens.slice(0, state.document.tokens);
-  const mean = told.weights[0].map((_, page) => {
-    return told.weights.reduce((sum, group) => sum + group[page], 0) / told.weights.length;
+  // What a model attends to at each step, whatever it writes, is not prominent.
+  const prominent = told.peaks.map((group, i) => {
+    return group.map((peak, page) => (told.steps > 1 ? peak - told.weights[i][page] : peak));
+  });
+  const mean = prominent[0].map((_, page) => {
+    return prominent.reduce((sum, group) => sum + group[page], 0) / prominent.length;
   });
   reply.groups = [{ name: "all", weights: mean }];
   told.groups.forEach(([begin, end], i) => {
-    reply.groups.push({ name: `${begin} to ${end}`, weights: told.weights[i] });
+    reply.groups.push({ name: `${begin} to ${end}`, weights: prominent[i] });
   });
   for (const group of reply.groups) {
     group.passages = [];
@@ -358,7 +362,7 @@ function show(passages, here = null) {
     if (passage.place < end) continue;
     const level = Math.max(1, Math.ceil((LEVELS * passage.weight) / most));
     const mark = element("mark", passage.text, { className: `w${level}` });
-    mark.title = `${(100 * passage.weight).toFixed(1)} % of a head's attention`;
+    mark.title = `${(100 * passage.weight).toFixed(1)} % more of a head's attention than on average`;
     if (here?.place === passage.place) mark.classList.add("here");
     parts.push(text.slice(end, passage.place), mark);
     end = passage.place + passage.text.length;
