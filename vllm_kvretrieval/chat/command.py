@@ -14,6 +14,7 @@ import openai
 from tqdm import tqdm
 
 from vllm_kvretrieval.chat.conversation import (
+    BLOCK,
     Conversation,
     ModelTooShortError,
     Passage,
@@ -244,13 +245,13 @@ def _read_all(conversation: Conversation, address: Address) -> bool:
     """Let the server read the documents, with a bar; False: Ctrl-C has ended it."""
     bar, read = None, 0
 
-    def report(done: int, total: int, known: bool) -> None:
+    def report(done: int, total: int, known: int) -> None:
         nonlocal bar, read
-        if known:
+        if bar is None and done - known <= BLOCK:
             if done == total:
                 _say(f"all {total:,} tokens were read before")
         elif bar is None:
-            if read:
+            if read := max(read, known):
                 _say(f"{read:,} of {total:,} tokens were read before")
             every = 0.1 if sys.stderr.isatty() else LINE_S
             bar = tqdm(total=total, initial=read, unit=" tokens", desc="reading", mininterval=every)

@@ -15,6 +15,8 @@ from vllm_kvretrieval.doctor.server import THIS_MACHINE, Client
 
 LEAST, MOST = 512, 4096
 """Tokens that are read at once, which is as often as progress shows."""
+BLOCK = 128
+"""Tokens at the end of a prompt that a server computes in any case, by vLLM's usual blocks."""
 SOON_S = 2.0
 """Pieces that take less grow."""
 TAILS = "What", "1?"
@@ -131,14 +133,14 @@ class Conversation:
         self._longest = int(told["max_model_len"])
         return list(told["tokens"])
 
-    def read(self, report: Callable[[int, int, bool], None]) -> int:
+    def read(self, report: Callable[[int, int, int], None]) -> int:
         """Let the server read the documents, piece by piece.
 
         What was read stays in the server's cache, and in its store, however this ends.
 
         Args:
-            report: Gets how many tokens have been read of how many, and whether they had been read
-                before.
+            report: Gets how many tokens have been read of how many, and how many of them had been
+                read before; all, if they are :data:`BLOCK` fewer at most.
 
         Returns:
             Tokens of the documents.
@@ -162,7 +164,7 @@ class Conversation:
             report(done, len(tokens), known)
         return len(tokens)
 
-    def _pieces(self, tokens: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    def _pieces(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         done, size = 0, LEAST
         while done < len(tokens):
             end, began = min(done + size, len(tokens)), time.monotonic()
@@ -170,10 +172,9 @@ class Conversation:
                 model=self._model, prompt=list(tokens[:end]), max_tokens=1, temperature=0
             )
             details = told.usage and told.usage.prompt_tokens_details
-            known = ((details and details.cached_tokens) or 0) > done
-            done = end
+            known, done = (details and details.cached_tokens) or 0, end
             yield done, known
-            if known:
+            if done - known <= BLOCK:
                 size *= 4
             elif time.monotonic() - began < SOON_S:
                 size = min(2 * size, MOST)
