@@ -241,6 +241,12 @@ class Options:
         "`kvretrieval`",
         on_gpu="leave it out",
         more="chat.md",
+    client_options: Any = option(
+        None,
+        checked_later("a list of options of a request; `[]`: none"),
+        "the options that requests may set; a request with another one is refused",
+        "all of them",
+        more="#what-a-request-may-choose",
     )
     reuse: str = option(
         "all",
