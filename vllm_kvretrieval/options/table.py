@@ -241,6 +241,7 @@ class Options:
         "`kvretrieval`",
         on_gpu="leave it out",
         more="chat.md",
+    )
     client_options: Any = option(
         None,
         checked_later("a list of options of a request; `[]`: none"),
