@@ -152,6 +152,15 @@ ENGINES = {
         "num_speculative_tokens=129 of --speculative-config are more drafts than vLLM verifies in "
         "a step; use 128 or less.",
     ),
+    "sources of drafts": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"sources": True}},
+        },
+        "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
+        "--speculative-config verify several; leave sources out, or leave --speculative-config "
+        "out.",
+    ),
     "drafts of methods that drop tokens": (
         {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},

@@ -11,7 +11,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvretrieval.attention.cpu.drafts import DraftedRecords
-from vllm_kvretrieval.attention.cpu.plans import Full, Pages, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.plans import (
+    Full,
+    Observed,
+    Pages,
+    RetrievalMetadata,
+    Split,
+    Whole,
+)
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner, runs
@@ -114,6 +121,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             everything = self._whole(dense, np.arange(len(lens)))
             metadata.split = Split(np.arange(0), [], everything, [])
         assert metadata.split is not None or self.storage.in_place, "nobody reads it"
+        if requests.sources is not None and self.storage.in_place:
+            metadata.observed = self._observed(requests, dense, metadata.split)
         contexts = self._contexts(requests, dense, lens, before, metadata.split)
         metadata.reads = self.storage.plan(contexts)
         if requests.arrived and self.storage.at_hand:
@@ -130,6 +139,25 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         prompts = np.setdiff1d(np.arange(count, len(dense.seq_lens)), rows)
         parts = [self.planner.in_cache(dense, run) for run in runs(prompts)]
         return Full(self._whole(dense, rows) if len(rows) else None, parts)
+
+    def _observed(
+        self, requests: "RequestTable", dense: CPUAttentionMetadata, split: Split | None
+    ) -> Observed | None:
+        """Rows that decode over whole contexts, and whose requests ask what they attend to."""
+        assert requests.sources is not None
+        count = _leading(dense.query_start_loc)
+        seats = requests.seats[:count]
+        decodes = requests.decodes(seats, dense.seq_lens.numpy()[:count])
+        rows = requests.sources.asking(seats)
+        rows = rows[decodes[rows]]
+        for plan in () if split is None else split.decode:
+            planned = np.arange(len(plan.rows)) if plan.index is None else plan.index.numpy()
+            rows = np.setdiff1d(rows, planned)
+        if not len(rows):
+            return None
+        index = torch.from_numpy(rows)
+        table, lens = dense.block_table[index], dense.seq_lens[index]
+        return Observed(index, torch.from_numpy(seats[rows]), table, lens, self._pages(table, lens))
 
     def _contexts(
         self,
@@ -188,10 +216,15 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         (table, lens, _, starts), index = self.planner.contexts_of(dense, places)
         if not self._attends_to_all:
             return Whole(places, index, self.schedules.of_rows(dense, lens, table))
+        return Whole(places, index, self._pages(table, lens, starts))
+
+    def _pages(
+        self, table: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> TokenLists:
+        """All pages of contexts."""
         size, heads = self.block_size, self.num_kv_heads
         lengths = lens.repeat_interleave(heads)
-        lists = TokenLists(table, lengths, size, heads, per_head=False, starts=starts)
-        return Whole(places, index, lists)
+        return TokenLists(table, lengths, size, heads, per_head=False, starts=starts)
 
 
 def _leading(query_start_loc: torch.Tensor) -> int:

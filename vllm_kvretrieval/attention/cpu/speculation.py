@@ -41,8 +41,13 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
         )
     if vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
-            f"{config.method} verifies drafts on a CPU with vLLM's V1 model runner, not with V2; set "
-            f"VLLM_USE_V2_MODEL_RUNNER=0, or {WITHOUT_DRAFTS}."
+            f"{config.method} verifies drafts on a CPU with vLLM's V1 model runner, not with V2; "
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {WITHOUT_DRAFTS}."
+        )
+    if config.sources:
+        raise RetrievalConfigError(
+            "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
+            f"--speculative-config verify several; leave sources out, or {WITHOUT_DRAFTS}."
         )
     if drafts > MOST_DRAFTS:
         raise RetrievalConfigError(
