@@ -7,6 +7,7 @@ blocks of windows, and the states of recurrent layers at the ends of blocks.
 import contextlib
 import math
 import random
+import shutil
 
 import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -46,13 +47,15 @@ def specs(request):
 
 @pytest.fixture
 def lives(tmp_path):
-    """Starts servers of one store, one after the other."""
+    """Starts servers of one store, each when the last one has ended; without specs, none."""
     with contextlib.ExitStack() as ends:
         running: list[Life] = []
 
-        def start(specs, seed=0, **options):
+        def start(specs=None, seed=0, **options):
             if running:
                 running.pop().end()
+            if specs is None:
+                return None
             directory = tmp_path / "store"
             running.append(Life(directory, stepper(directory, specs, 3 * BLOCK, **options), seed))
             return running[0]
@@ -105,14 +108,16 @@ def test_a_prefix_is_found_after_a_restart(lives, specs):
 @pytest.mark.parametrize("name", WITHOUT_PARTS)
 def test_only_what_is_whole_is_found(lives, tmp_path, name):
     """Whichever blocks are damaged, of whichever group."""
-    specs, whole = MODELS[name], 16 * BLOCK
-    life, shorter = lives(specs), set()
-    life.stepper.ask(prompt(1, 16), 4)
-    numbers = life.scheduler._order
+    specs, shorter = MODELS[name], set()
+    lives(specs).stepper.ask(prompt(1, 16), 4)
+    numbers = lives(specs).scheduler._order
+    intact = shutil.copytree(tmp_path / "store", tmp_path / "intact")
     for seed in range(30):
         chance = random.Random(seed)
+        lives()
+        shutil.rmtree(tmp_path / "store")
+        shutil.copytree(intact, tmp_path / "store")
         life = lives(specs)
-        life.settle()
         records = life.store.records()
         present = [set[int]() for _ in specs]
         lost = chance.sample([*records], chance.choice([1, 1, 2, 5]))
@@ -121,13 +126,9 @@ def test_only_what_is_whole_is_found(lives, tmp_path, name):
                 life.damage(block)
             else:
                 present[numbers[record.group]].add(record.number)
-        expected = findable(specs, present, whole)
-        shorter.add(expected)
+        shorter.add(expected := findable(specs, present, 16 * BLOCK))
         assert life.stepper.ask(prompt(1, 16), 4)[1] == expected
-        life.settle()
-        listing, _ = listed(str(tmp_path / "store"), 5)
-        assert listing[0].contexts[0].tokens == whole
-    assert len(shorter) > 5
+    assert len(shorter) > 3
 
 
 @pytest.mark.parametrize("name", WITHOUT_PARTS)
@@ -213,21 +214,21 @@ def keys_of(life, tokens):
 def test_a_pinned_document_stays_with_all_its_parts(lives, tmp_path, name):
     specs = MODELS[name]
     life = lives(specs)
-    life.stepper.ask(prompt(1, 8), 2)
-    found = life.stepper.ask(prompt(1, 8), 2)[1]
+    life.stepper.ask(prompt(1, 4), 2)
+    found = life.stepper.ask(prompt(1, 4), 2)[1]
+    assert found == 4 * BLOCK
     life.settle()
-    size = specs_size(specs)
-    (key,) = end_of(tmp_path / "store", 8 * BLOCK, size)
+    (key,) = end_of(tmp_path / "store", found, specs_size(specs))
     life.change(PIN, key)
     for restart in (False, True):
         life = lives(specs) if restart else life
         for document in range(2, 16):
             life.stepper.ask(prompt(document), 2)
-        assert life.stepper.ask(prompt(1, 8), 2)[1] == found
+        assert life.stepper.ask(prompt(1, 4), 2)[1] == found
     life.change(UNPIN, key)
     for document in range(2, 26):
         life.stepper.ask(prompt(document), 2)
-    assert life.stepper.ask(prompt(1, 8), 2)[1] < found
+    assert life.stepper.ask(prompt(1, 4), 2)[1] < found
     assert life.scheduler.reset_prefix_cache(), "nothing is held any more"
 
 

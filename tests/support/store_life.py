@@ -28,6 +28,7 @@ BLOCKS = 90
 PARTS = 24, 8
 GEOMETRY = Geometry(BLOCKS, 2, 64, sum(PARTS))
 OPTIONS = {"home": "disk", "budget": 256}
+IDENTITY = {"model": "test", "dtype": "x", "codec": "raw", "vllm": "0", "block_size": BLOCK}
 
 
 def stepper(directory, specs=(), tokens=512, **options):
@@ -85,7 +86,7 @@ class Life:
         self.specs = [group.kv_cache_spec for group in self.groups]
         coordinator = self.scheduler.kv_cache_manager.coordinator
         self.shares_parts = getattr(coordinator, "enable_partial_hash_hits", False)
-        identity: dict[str, Any] = {"model": "test", "block_size": BLOCK}
+        identity = dict[str, Any](IDENTITY)
         if len(self.groups) > 1:
             identity[GROUPS] = groups.described(self.groups, "test")
         self.home: Any = WorkerStore(str(directory), identity)
