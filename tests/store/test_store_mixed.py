@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, full_attention
-from tests.store.test_store_scheduler import end_of
+from tests.store.test_store_scheduler import KILLS, end_of, kill_at_random
 from tests.support.store_life import Life, prompt, state, stepper, window
 from tests.support.store_model import contents
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -248,6 +248,12 @@ def test_random_lives(lives, name):
             life.stepper.step()
         checked += life.checked
     assert checked > 50
+
+
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(100 * KILLS, marks=pytest.mark.slow)])
+def test_kills(tmp_path, kills):
+    directory = tmp_path / "store"
+    kill_at_random(directory, stepper(directory, MODELS["all"], 3 * BLOCK), kills)
 
 
 def test_a_lost_block_fails_the_requests_that_have_it(lives):

@@ -135,9 +135,11 @@ def test_a_restart_changes_nothing(lives):
 
 
 def test_levels_are_kept(lives):
-    """Blocks of generated tokens are not found by a request for exact answers."""
-    _, second, _ = lives
-    assert second["exact"].cached <= len(prompt(1))
+    """Blocks of generated tokens are not found by a request for exact answers, unless a prompt with
+    these tokens has been read."""
+    first, second, _ = lives
+    if first["follow-up"].cached > len(prompt(1)):
+        assert second["exact"].cached <= len(prompt(1))
     assert second["exact, found"].cached > len(prompt(1))
     assert second["exact, found"].tokens == second["exact"].tokens
 

@@ -381,8 +381,13 @@ def check_all(directory):
 @pytest.mark.parametrize("kills", [KILLS, pytest.param(100 * KILLS, marks=pytest.mark.slow)])
 def test_kills(tmp_path, kills):
     """The process ends at random moments: at its start, and in its steps."""
-    directory, chance = tmp_path / "store", random.Random(time.time_ns())
-    steps, found = stepper(directory), 0
+    directory = tmp_path / "store"
+    kill_at_random(directory, stepper(directory), kills)
+
+
+def kill_at_random(directory, steps, kills):
+    """Start servers of a store, which are killed; what they leave is intact, or found out."""
+    chance, found = random.Random(time.time_ns()), 0
     gc.collect()
     for _ in range(kills):
         ready, told = os.pipe()
