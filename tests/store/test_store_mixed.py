@@ -10,7 +10,13 @@ import random
 import shutil
 
 import pytest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, full_attention
@@ -25,6 +31,7 @@ from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN
 from vllm_kvretrieval.store.disk.records import Record, unpack
 from vllm_kvretrieval.store.disk.store import open_store, store_names
 from vllm_kvretrieval.store.listing import listed
+from vllm_kvretrieval.store.serving import groups
 
 MODELS = {
     "window": [full_attention(), window(BLOCK, 70)],
@@ -268,11 +275,11 @@ def test_a_lost_block_fails_the_requests_that_have_it(lives):
     while "1" not in {request.request_id for request in scheduler.running}:
         life.stepper.step()
     life.stepper.step()
-    groups = scheduler.kv_cache_manager.get_block_ids("1")
-    lost = next(block for block in groups[1] if block)
+    by_group = scheduler.kv_cache_manager.get_block_ids("1")
+    lost = next(block for block in by_group[1] if block)
     assert scheduler._handle_invalid_blocks({lost}, {}) == {"1"}
     pool = scheduler.kv_cache_manager.block_pool
-    assert not any(pool.blocks[block].block_hash for group in groups for block in group if block)
+    assert not any(pool.blocks[n].block_hash for blocks in by_group for n in blocks if n)
 
 
 def key(name):
@@ -292,7 +299,7 @@ def test_records_have_their_group():
 
 def test_parts_of_contexts():
     """Two blocks of the first group for one of a state; a window needs two of its own."""
-    groups = [Group(32), Group(64, 1), Group(32, 2)]
+    kinds = [Group(32), Group(64, 1), Group(32, 2)]
     names = ["a", "ab", "abc", "abcd"]
     records = {
         number: Record(key(name), key(name[:-1]) if number else NO_PARENT, number, 0, 0)
@@ -308,31 +315,37 @@ def test_parts_of_contexts():
 
     def whole(*lost):
         left = {block: record for block, record in records.items() if block not in lost}
-        return Parts(groups, beside(left, reachable(left))).whole(keys)
+        return Parts(kinds, beside(left, reachable(left))).whole(keys)
 
     assert whole() == 4
     assert whole(11) == whole(22) == whole(23) == 2
     assert whole(20) == whole(10) == 4, "what lies before is not needed"
     assert whole(11, 20) == whole(11, 10) == 0
-    held, missing = pinned({key("abcd")}, records, groups)
+    held, missing = pinned({key("abcd")}, records, kinds)
     assert {*held} == {0, 1, 2, 3, 11, 22, 23}
     assert not missing
     del records[22]
-    held, missing = pinned({key("abcd")}, records, groups)
+    held, missing = pinned({key("abcd")}, records, kinds)
     assert {*held} == {0, 1, 2, 3, 10, 20, 21}, "as far as a request would find it"
     assert missing == {key("abc")}
     del records[1]
     assert beside(records, reachable(records)) == {20: records[20]}
 
 
-def test_other_kinds_of_layers_are_refused(lives):
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec
+def test_a_store_of_other_groups_is_refused(lives, monkeypatch):
+    """They are a part of its identity, so its name would have to be wrong."""
+    said = groups.described(
+        stepper("unused", MODELS["window"]).scheduler.kv_cache_config.kv_cache_groups, "a model"
+    )
+    monkeypatch.setattr(groups, "described", lambda *_: [one | {"needs": 1} for one in said])
+    with pytest.raises(RetrievalConfigError, match="made for other groups of layers"):
+        lives(MODELS["window"])
 
-    from vllm_kvretrieval.store.serving.groups import described
 
+def test_other_kinds_of_layers_are_refused():
     spec = full_attention()
     local = ChunkedLocalAttentionSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=spec.dtype, attention_chunk_size=64
     )
     with pytest.raises(RetrievalConfigError, match="layers of another kind"):
-        described([KVCacheGroupSpec(["0"], spec), KVCacheGroupSpec(["1"], local)], "a model")
+        groups.described([KVCacheGroupSpec(["0"], spec), KVCacheGroupSpec(["1"], local)], "a model")

@@ -157,7 +157,7 @@ class RetrievalScheduler(ChunkScheduler):
             longest,
             self._arrivals,
             self.retrieval.store_days,
-            self._order,
+            self._specs if len(self._specs) > 1 else (),
         )
         return self._store
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.store.disk.groups import Group
 
 KEPT = FullAttentionSpec, SlidingWindowSpec, MambaSpec
 """vLLM's specs of the layers whose blocks a store keeps."""
@@ -30,6 +31,12 @@ def numbers_of(specs: Sequence[KVCacheSpec]) -> list[int]:
     return [first, *(number for number in numbers if number != first)]
 
 
+def groups_of(specs: Sequence[KVCacheSpec]) -> list[Group]:
+    """The groups in a store's order; see :func:`numbers_of`."""
+    ordered = (specs[number] for number in numbers_of(specs))
+    return [Group(spec.block_size, _needs(spec)) for spec in ordered]
+
+
 def described(groups: Sequence[KVCacheGroupSpec], model: str) -> list[dict[str, Any]]:
     """Groups of layers in a store's order, for its identity.
 
@@ -40,9 +47,9 @@ def described(groups: Sequence[KVCacheGroupSpec], model: str) -> list[dict[str, 
     Raises:
         RetrievalConfigError: A store does not keep the blocks of some layers.
     """
-    found = []
-    for number in numbers_of([_spec(group) for group in groups]):
-        group, spec = groups[number], _spec(groups[number])
+    specs, found = [_spec(group) for group in groups], []
+    for number, known in zip(numbers_of(specs), groups_of(specs), strict=True):
+        group, spec = groups[number], specs[number]
         if type(spec) not in KEPT:
             raise RetrievalConfigError(
                 "kv_retrieval.store keeps blocks of full attention, sliding windows and recurrent "
@@ -51,8 +58,7 @@ def described(groups: Sequence[KVCacheGroupSpec], model: str) -> list[dict[str, 
             )
         found.append(
             {
-                "size": spec.block_size,
-                "needs": _needs(spec),
+                **known._asdict(),
                 "spec": repr(group.kv_cache_spec),
                 "layers": [*group.layer_names],
             }
@@ -69,7 +75,7 @@ def _spec(group: KVCacheGroupSpec) -> KVCacheSpec:
 
 
 def _needs(spec: KVCacheSpec) -> int | None:
-    """See :class:`vllm_kvretrieval.store.disk.groups.Group`."""
+    """See :class:`Group`."""
     if isinstance(spec, SlidingWindowSpec):
         return -(-(spec.sliding_window - 1) // spec.block_size)
     return 1 if isinstance(spec, MambaSpec) else None

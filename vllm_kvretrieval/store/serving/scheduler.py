@@ -29,12 +29,14 @@ from vllm_kvretrieval.store.disk.contexts import (
     id_of,
     reachable,
 )
-from vllm_kvretrieval.store.disk.groups import Group, groups_of, pinned
+from vllm_kvretrieval.store.disk.groups import Group, pinned
+from vllm_kvretrieval.store.disk.groups import groups_of as stored_groups
 from vllm_kvretrieval.store.disk.inbox import DROP, RETRY_S, Change, Inbox
 from vllm_kvretrieval.store.disk.names import read_kept, read_pins
 from vllm_kvretrieval.store.disk.ranks import open_ranks
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import LOCK, release
+from vllm_kvretrieval.store.serving.groups import groups_of, numbers_of
 from vllm_kvretrieval.store.serving.halves import FIELD, Fault, StoreStep, started
 from vllm_kvretrieval.store.serving.levels import StoredLevels
 
@@ -184,10 +186,10 @@ class SchedulerStore:
         longest: Blocks of the longest request.
         arrivals: The order in which requests arrive.
         days: Age at which blocks are forgotten; None: they never are.
-        numbers: vLLM's numbers of the groups of layers, in the store's order.
+        specs: vLLM's, of its groups of layers, if there are several.
 
     Raises:
-        RetrievalConfigError: Another process uses the store, or it is damaged.
+        RetrievalConfigError: Another process uses the store, or it is damaged, or of other groups.
     """
 
     def __init__(
@@ -199,21 +201,24 @@ class SchedulerStore:
         longest: int,
         arrivals: Arrivals,
         days: float | None = None,
-        numbers: Sequence[int] = (0,),
+        specs: Sequence[Any] = (),
     ) -> None:
-        self._pool, self._levels, self._numbers = pool, levels, numbers
+        self._pool, self._levels = pool, levels
         most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
         self._most_pinned = max(most, 0)
         self._arrivals = arrivals
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
-        self._groups = [Group(pool.hash_block_size)]
-        if len(numbers) > 1:
-            self._groups = groups_of(self._store.identity)
-        assert len(self._groups) == len(numbers)
-        self._sizes = [0] * len(numbers)
-        for number, group in zip(numbers, self._groups, strict=True):
-            self._sizes[number] = group.size
+        self._numbers, self._groups = [0], [Group(pool.hash_block_size)]
+        if specs:
+            self._numbers, self._groups = numbers_of(specs), groups_of(specs)
+        self._sizes = [spec.block_size for spec in specs] or [pool.hash_block_size]
+        if specs and self._groups != stored_groups(self._store.identity):
+            raise RetrievalConfigError(
+                f"store: {name} was made for other groups of layers "
+                f"({stored_groups(self._store.identity)}) than vLLM's scheduler has "
+                f"({self._groups}); leave the store out, and tell us of the model."
+            )
         self._locks = self._store.take_locks([LOCK], PATIENCE_S)
         self._next_use = int(self._store.used.max(initial=0)) + 1
         self._order_fault = Fault("the order in which blocks were used cannot be written")
