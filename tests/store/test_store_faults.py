@@ -71,8 +71,8 @@ def test_an_order_of_use_that_cannot_be_written(tmp_path, monkeypatch, logged):
     assert [line[:10] for line in logged] == ["error: sto"]
     used = stored._store.used.copy()
     assert used[550] < used[3] < used[7] == used.max()
-    stored.finish(request, [9])
-    stored.finish(request, [5])
+    stored.finish(request, [[9]])
+    stored.finish(request, [[5]])
     assert [line[:5] for line in logged] == ["error", "info:"]
     stored.close()
     later = opened()
