@@ -52,8 +52,10 @@ def load():
             offer_kernels(first=True)
             return get_model(vllm_config=config)
 
-    yield load_model
-    cleanup_dist_env_and_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's worker does
+        yield load_model
+        cleanup_dist_env_and_memory()
 
 
 def check_layers(model, values):

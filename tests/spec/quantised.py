@@ -11,7 +11,8 @@ def rounded_tokens(x):
     inputs = x.shape[-1]
     blocks = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
     most = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, 127 / most, 0)
+    largest = torch.full_like(most, 127)  # of a number torch would multiply the reciprocal
+    inverse = torch.where(most > 0, largest / most, 0)
     return ((blocks * inverse).round() * (most / 127)).flatten(-2)[..., :inputs]
 
 

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints that vLLM refuses: with act-order and groups, or without symmetry.
+"""GPTQ checkpoints that vLLM refuses: of 8 bits, with act-order and groups, or without symmetry.
 
 vLLM reads the others, and our kernels multiply them (``kernels``).
 """
@@ -63,7 +63,7 @@ class GPTQConfig(AutoGPTQConfig):
         return WeightsMapper()  # which keeps the groups of inputs
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        refuse_experts(layer, prefix, "this GPTQ checkpoint, with act-order or sym: false,")
+        refuse_experts(layer, prefix, "this GPTQ checkpoint (of 8 bits, with act-order, or sym: false)")
         return get_linear_quant_method(self, layer, prefix, GPTQLinear)
 
 

@@ -13,16 +13,20 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of configurations of mixtures of experts."""
+NO_EXPERTS = (
+    "is not served for mixtures of experts; serve the model in 16 bits, or a checkpoint of "
+    "compressed-tensors or AWQ, which vLLM reads"
+)
+
 
 def refuse_experts(layer: torch.nn.Module, prefix: str, what: str) -> None:
     """Raise `ValueError` for a layer of experts, which ``what`` has no products for."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     if isinstance(layer, RoutedExperts):
-        raise ValueError(
-            f"{what} is not served for mixtures of experts ({prefix}); serve the model in 16 bits, "
-            "or a checkpoint of compressed-tensors or AWQ, which vLLM reads"
-        )
+        raise ValueError(f"{what} {NO_EXPERTS} ({prefix})")
 
 
 class RoundedConfig(QuantizationConfig):
@@ -64,6 +68,8 @@ class RoundedConfig(QuantizationConfig):
     ) -> None:
         text = None if hf_config is None else hf_config.get_text_config()
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
+        if any(getattr(text, name, None) for name in EXPERTS):
+            raise ValueError(f"--quantization {self.name} {NO_EXPERTS}")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.linear import LinearBase
@@ -110,8 +116,9 @@ class GPTQCheckpoints(RoundedConfig):
         if str(hf_quant_cfg.get("quant_method")).lower() != "gptq":
             return None
         ordered = hf_quant_cfg.get("desc_act") and hf_quant_cfg.get("group_size") != -1
-        refused = ordered or hf_quant_cfg.get("sym") is False
-        return cls.name if refused and hf_quant_cfg.get("bits") in (4, 8) else None
+        bits = hf_quant_cfg.get("bits")
+        refused = ordered or hf_quant_cfg.get("sym") is False or bits == 8
+        return cls.name if refused and bits in (4, 8) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
