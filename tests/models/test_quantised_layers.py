@@ -75,7 +75,7 @@ def check_layers(model, values):
     assert found == 8, "two layers with four products each"
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "AWQ"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_checkpoints(load, tmp_path, name):
     """Every format gives the values that its tool has written."""
     values = random_quantised(tmp_path, name)

@@ -1,8 +1,10 @@
 """Small checkpoints with quantised weights, as the tools of each format write them."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -108,43 +110,70 @@ def gptq(weight, bits, size, symmetric, ordered):
     return tensors, found.values()
 
 
-def described(bits, symmetric, size, tokens=False):
-    """The configuration of compressed-tensors."""
+class Format(NamedTuple):
+    """How a tool writes a layer's weight.
+
+    Attributes:
+        write: Gives the tensors of a layer, and its values, for its weight.
+        settings: The entry of config.json.
+    """
+
+    write: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]
+    settings: dict[str, Any]
+
+
+def by_compressed_tensors(bits, symmetric, size, tokens=False):
+    """W4A16, W8A16, and W8A8."""
     strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    if tokens:
-        scheme["input_activations"] = {
-            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
-        }  # fmt: skip
-    return {
+    given: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": given | {"dynamic": True} if tokens else None,
+    }
+    settings = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if tokens else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": ["lm_head"],
     }
+    write = partial(compressed_tensors, bits=bits, symmetric=symmetric, size=size, tokens=tokens)
+    return Format(write, settings)
 
 
-def described_gptq(bits, symmetric, size, ordered):
-    """The configuration of GPTQ."""
-    return {
+def by_gptq(bits, size, symmetric, ordered):
+    """Zeros are stored less one."""
+    settings = {
         "quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric,
         "desc_act": ordered, "checkpoint_format": "gptq",
     }  # fmt: skip
+    write = partial(gptq, bits=bits, size=size, symmetric=symmetric, ordered=ordered)
+    return Format(write, settings)
+
+
+def by_awq(size):
+    """4 bits with zeros."""
+    settings = {
+        "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True,
+        "version": "gemm", "modules_to_not_convert": None,
+    }  # fmt: skip
+    return Format(partial(awq, size=size), settings)
 
 
 FORMATS = {
-    "W4A16": (compressed_tensors, described, (4, True, 32)),
-    "W4A16 asymmetric": (compressed_tensors, described, (4, False, 64)),
-    "W8A16": (compressed_tensors, described, (8, True, None)),
-    "W8A16 asymmetric": (compressed_tensors, described, (8, False, 128)),
-    "W8A8": (compressed_tensors, described, (8, True, None, True)),
-    "GPTQ 4": (gptq, described_gptq, (4, 32, True, False)),
-    "GPTQ 8": (gptq, described_gptq, (8, 64, True, False)),
-    "GPTQ act-order": (gptq, described_gptq, (4, 32, True, True)),
-    "GPTQ asymmetric": (gptq, described_gptq, (4, 64, False, False)),
-    "GPTQ 8 asymmetric act-order": (gptq, described_gptq, (8, 32, False, True)),
+    "W4A16": by_compressed_tensors(4, True, 32),
+    "W4A16 asymmetric": by_compressed_tensors(4, False, 64),
+    "W8A16": by_compressed_tensors(8, True, None),
+    "W8A16 asymmetric": by_compressed_tensors(8, False, 128),
+    "W8A8": by_compressed_tensors(8, True, None, tokens=True),
+    "AWQ": by_awq(64),
+    "GPTQ 4": by_gptq(4, 32, True, False),
+    "GPTQ 8": by_gptq(8, 64, True, False),
+    "GPTQ act-order": by_gptq(4, 32, True, True),
+    "GPTQ asymmetric": by_gptq(4, 64, False, False),
+    "GPTQ 8 asymmetric act-order": by_gptq(8, 32, False, True),
 }
 
 
@@ -153,32 +182,22 @@ def random_quantised(path: Path, name: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     config = LlamaConfig(
         **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=32, initializer_range=0.1,
-        max_position_embeddings=512, tie_word_embeddings=False, torch_dtype="bfloat16",
+        max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
-    weights = LlamaForCausalLM(config).state_dict()
-    if name == "AWQ":
-        make, arguments = awq, (64,)
-        settings = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": None}  # fmt: skip
-    else:
-        make, describe, arguments = FORMATS[name]
-        if make is gptq:
-            bits, size, symmetric, ordered = arguments
-            settings = describe(bits, symmetric, size, ordered)
-        else:
-            settings = describe(*arguments)
     saved, values = {}, {}
-    for key, weight in weights.items():
+    for key, weight in LlamaForCausalLM(config).state_dict().items():
         layer = key.removesuffix(".weight")
         if not layer.endswith("_proj"):
             saved[key] = weight.bfloat16()
             continue
-        tensors, values[layer] = make(weight.float(), *arguments)
+        tensors, values[layer] = FORMATS[name].write(weight.float())
         saved |= {f"{layer}.{part}": tensor for part, tensor in tensors.items()}
     path.mkdir(exist_ok=True)
     config.save_pretrained(path)
-    stored = json.loads((path / "config.json").read_text())
-    stored["architectures"] = ["LlamaForCausalLM"]
-    (path / "config.json").write_text(json.dumps(stored | {"quantization_config": settings}))
+    stored = json.loads((path / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLM"],
+        "quantization_config": FORMATS[name].settings,
+    }
+    (path / "config.json").write_text(json.dumps(stored))
     save_file(saved, path / "model.safetensors")
     return values

@@ -16,15 +16,15 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import (
+    BasevLLMParameter,
     GroupQuantScaleParameter,
     PackedvLLMParameter,
-    RowvLLMParameter,
 )
 from vllm.scalar_type import scalar_types
 
+from vllm_kvretrieval.quantization.experts import refuse_experts
 from vllm_kvretrieval.quantization.kernels import pack_unsigned
 from vllm_kvretrieval.quantization.layers import keep, kept
-from vllm_kvretrieval.quantization.methods import refuse_experts
 from vllm_kvretrieval.quantization.packing import BLOCK
 from vllm_kvretrieval.quantization.product import multiply
 
@@ -63,20 +63,22 @@ class GPTQConfig(AutoGPTQConfig):
         return WeightsMapper()  # which keeps the groups of inputs
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        refuse_experts(layer, prefix, "this GPTQ checkpoint (of 8 bits, with act-order, or sym: false)")
+        refuse_experts(
+            layer, prefix, "this GPTQ checkpoint (of 8 bits, with act-order, or sym: false)"
+        )
         return get_linear_quant_method(self, layer, prefix, GPTQLinear)
 
 
-class GroupsOfInputs(RowvLLMParameter):
-    """The group of each input, which parts of a merged layer (q, k and v) must share."""
-
-    def _assert_and_load(self, loaded_weight: torch.Tensor) -> None:
-        if (self.data >= 0).all() and not torch.equal(self.data, loaded_weight):
-            raise ValueError(
-                "this GPTQ checkpoint orders the inputs of q, k and v, or of gate and up, unlike "
-                "each other, which is not served; take one without act-order (desc_act: false)"
-            )
-        super()._assert_and_load(loaded_weight)
+def load_groups(param: torch.Tensor, loaded: torch.Tensor, shard: Any = None) -> None:
+    """Load the group of each input, which parts of a merged layer (q, k and v) must share."""
+    if param.shape != loaded.shape:
+        raise ValueError(f"{len(loaded)} inputs have groups (g_idx), the layer has {len(param)}")
+    if (param >= 0).all() and not torch.equal(param.data, loaded.to(param.dtype)):
+        raise ValueError(
+            "this GPTQ checkpoint orders the inputs of q, k and v, or of gate and up, unlike each "
+            "other, which is not served; take one without act-order (desc_act: false)"
+        )
+    param.data.copy_(loaded)
 
 
 class GPTQLinear(LinearMethodBase):
@@ -140,7 +142,9 @@ class GPTQLinear(LinearMethodBase):
         )
         layer.register_parameter(
             "g_idx",
-            GroupsOfInputs(data=torch.full((inputs,), -1, dtype=torch.int32), input_dim=0, **of),
+            BasevLLMParameter(
+                data=torch.full((inputs,), -1, dtype=torch.int32), weight_loader=load_groups
+            ),
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
