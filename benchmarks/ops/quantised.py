@@ -42,9 +42,9 @@ def _products(weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, Product, l
     """Names, functions of tokens and a weight, and the weights as each of them takes them."""
     try:
         packed = [ops.create_onednn_mm(weight.t(), PRIMITIVES) for weight in weights]
-        yield "vllm_ms", lambda x, w: ops.onednn_mm(w, x, None), packed
+        yield "vllm_16_ms", lambda x, w: ops.onednn_mm(w, x, None), packed
     except RuntimeError:  # a CPU without products of 16 bits
-        yield "vllm_ms", functional.linear, [*weights]
+        yield "vllm_16_ms", functional.linear, [*weights]
     yield "ours_16_ms", linear, [*weights]
     for bits in (8, 4):
         yield f"ours_{bits}_ms", multiply, [rounded(weight, bits) for weight in weights]

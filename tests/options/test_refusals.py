@@ -469,6 +469,14 @@ def test_quantised_weights_that_nothing_serves(configure, monkeypatch, weights, 
     configure(model, attention_backend=None)  # stock vLLM is not changed
 
 
+def test_weights_that_are_quantised_already(configure):
+    """VLLM refuses to read a checkpoint as another kind of weights."""
+    for weights in (GPTQ, GPTQ | {"desc_act": True}, compressed()):
+        with pytest.raises(ValueError, match="does not match the quantization method"):
+            configure(LLAMA | {"quantization_config": weights}, quantization="kvr_int8")
+    configure(LLAMA | {"quantization_config": GPTQ | {"sym": False}}, quantization="gptq")
+
+
 def test_files_of_gguf(configure):
     """vLLM takes the option, and has no loader for it."""
     with pytest.raises(ValueError, match=r"reads no GGUF files; .*kvr_int8"):

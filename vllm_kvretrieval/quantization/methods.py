@@ -91,16 +91,19 @@ class Int4Config(RoundedConfig):
     bits = 4
 
 
-class GPTQCheckpoints(RoundedConfig):
-    """Chooses our reader of GPTQ for checkpoints that vLLM's refuses; see ``gptq``."""
+class GPTQCheckpoints(QuantizationConfig):
+    """Chooses our reader of GPTQ (``gptq``) for checkpoints that vLLM's refuses."""
 
     name = "kvr_gptq"
+    names = (None, "gptq", "gptq_marlin", "auto_gptq", name)
+    """What the user may have named."""
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        if str(hf_quant_cfg.get("quant_method")).lower() != "gptq":
+        method = str(hf_quant_cfg.get("quant_method")).lower()
+        if method != "gptq" or user_quant not in cls.names:
             return None
         ordered = hf_quant_cfg.get("desc_act") and hf_quant_cfg.get("group_size") != -1
         bits = hf_quant_cfg.get("bits")
