@@ -8,8 +8,8 @@ GROUP = 32
 """Inputs with a scale and an offset of their own in 4 bits."""
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried; weights outside are cut off."""
-AT_ONCE = 1 << 22
-"""Weights that are rounded at a time, so that it takes little memory."""
+AT_ONCE = 1 << 18
+"""Weights that are rounded at a time, so that what is computed stays in a near cache."""
 
 
 def rounded(weight: torch.Tensor, bits: int) -> Packed:
