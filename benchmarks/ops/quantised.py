@@ -4,8 +4,9 @@
 
 All layers of a model's depth, over random weights, so that these come from memory and not from a
 cache. Beside them, in bfloat16: vLLM's product (oneDNN; PyTorch where that has none) and our own
-for CPUs that are slow in it. PyTorch's are `_weight_int8pack_mm` and, with groups of 32,
-`_weight_int4pack_mm_for_cpu`. Times are medians of rounds, which all take in turn.
+for CPUs that are slow in it. VLLM's products of few bits are those of W8A8 and W4A16, PyTorch's
+`_weight_int8pack_mm` and, with groups of 32, `_weight_int4pack_mm_for_cpu`. Times are medians of
+rounds, which all take in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODELS = {
 PRIMITIVES = 32
 """Products with different numbers of tokens that vLLM keeps prepared, as in its layers."""
 
-Product = Callable[[torch.Tensor, Any], torch.Tensor]
+Product = Callable[[torch.Tensor, Any], object]
 
 
 def _products(weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, Product, list[Any]]]:
@@ -48,6 +49,19 @@ def _products(weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, Product, l
     yield "ours_16_ms", linear, [*weights]
     for bits in (8, 4):
         yield f"ours_{bits}_ms", multiply, [rounded(weight, bits) for weight in weights]
+    outputs = [torch.ones(len(weight), 1) for weight in weights]
+    handlers = [
+        ops.create_onednn_scaled_mm(
+            weight.to(torch.int8).t(), scales, weight.dtype, True, False, PRIMITIVES
+        )
+        for weight, scales in zip(weights, outputs, strict=True)
+    ]
+    yield "vllm_8_ms", _scaled, handlers
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):  # not in the build for AVX2
+        words = [torch.randint(1 << 31, (len(w) // 16, 2 * w.shape[1])).int() for w in weights]
+        of_groups = [torch.ones(w.shape[1] // GROUP, len(w), dtype=w.dtype) for w in weights]
+        wna16 = partial(_wna16, isa="amx" if torch.cpu._is_amx_tile_supported() else "vec")
+        yield "vllm_4_ms", wna16, list(zip(words, of_groups, strict=True))
     int8 = torch.ops.aten._weight_int8pack_mm
     whole = [(w.to(torch.int8), torch.ones(len(w), dtype=w.dtype)) for w in weights]
     yield "pytorch_8_ms", lambda x, w: int8(x, *w), whole
@@ -59,6 +73,18 @@ def _products(weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, Product, l
         scales = torch.ones(weight.shape[1] // GROUP, len(weight), 2, dtype=weight.dtype)
         groups.append((laid, scales))
     yield "pytorch_4_ms", lambda x, w: int4(x, w[0], GROUP, w[1]), groups
+
+
+def _scaled(x: torch.Tensor, handler: Any) -> None:
+    """VLLM's product of W8A8."""
+    rounded_x, scales, _ = ops.onednn_scaled_int8_quant(x)
+    out = x.new_empty(len(x), handler.n)
+    ops.onednn_scaled_mm(handler, rounded_x, out, scales, None, None, None)
+
+
+def _wna16(x: torch.Tensor, weight: Any, isa: str) -> torch.Tensor:
+    """VLLM's product of W4A16."""
+    return ops.cpu_gemm_wna16(x, *weight, None, None, 8, isa)
 
 
 def _all(product: Product, weights: Sequence[Any], tokens: Sequence[torch.Tensor]) -> None:
