@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
@@ -81,6 +84,7 @@ def load_groups(param: torch.Tensor, loaded: torch.Tensor, shard: Any = None) ->
     param.data.copy_(loaded)
 
 
+@register_weight_loader_v2_supported_method
 class GPTQLinear(LinearMethodBase):
     """A linear layer of such a checkpoint."""
 

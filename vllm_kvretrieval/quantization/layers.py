@@ -2,7 +2,10 @@
 
 import torch
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -36,6 +39,7 @@ def kept(layer: torch.nn.Module) -> Packed:
     return Packed(weights, layer.packed_scales, layer.packed_groups, *layer.packed_numbers)
 
 
+@register_weight_loader_v2_supported_method
 class RoundedLinear(UnquantizedLinearMethod):
     """A linear layer whose weights are loaded in 16 bits, and then rounded."""
 
