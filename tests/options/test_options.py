@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "max_budget": 4096,
     "memory_fraction": 0.5,
     "allow_exact": False,
+    "sources": True,
     "client_options": ["budget"],
     "reuse": "exact",
     "attention": "own",

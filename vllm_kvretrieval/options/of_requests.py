@@ -45,6 +45,13 @@ _OTHERS: Mapping[str, Option] = {
         "false, unless the server's `reuse` is `exact`",
         more="#what-requests-share",
     ),
+    "sources": Option(
+        SWITCH,
+        "note which pages of the context the answer attends to, for `/v1/kv_retrieval/sources`; "
+        "with the server's option `sources`",
+        "false",
+        more="chat.md",
+    ),
     "method": Option(
         checked_later("the server's method, one of its `also`, or `streamingllm`"),
         "how the request selects",

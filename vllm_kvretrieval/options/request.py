@@ -39,6 +39,7 @@ class RequestOptions:
             more; 0 if chunks attend to all of them.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
+        sources: Note the pages that the answer attends to.
     """
 
     method: str
@@ -47,6 +48,7 @@ class RequestOptions:
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
+    sources: bool = False
     prefill_budget: PageBudget | None = None
     prefill_share: float = 0.0
 
@@ -113,6 +115,12 @@ class RequestOptions:
                 "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
                 "whose requests share exact prefixes only; leave it out."
             )
+        sources = value.get("sources", False)
+        if sources and not config.sources:
+            raise RetrievalConfigError(
+                "sources=True is not served here; leave it out, or start the server with "
+                "--kv-retrieval.sources true."
+            )
         prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
@@ -121,6 +129,7 @@ class RequestOptions:
             exact,
             "budget" in given,
             exact_prefix,
+            sources,
             prefill_budget,
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
         )

@@ -233,6 +233,15 @@ class Options:
         on_gpu="name a budget",
     )
     allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
+    sources: bool = option(
+        False,
+        SWITCH,
+        "whether requests may ask which pages of their contexts their answers attend to, and "
+        "whether browsers find a page at `/kvretrieval`; both where `VLLM_PLUGINS` names "
+        "`kvretrieval`",
+        on_gpu="leave it out",
+        more="chat.md",
+    )
     client_options: Any = option(
         None,
         checked_later("a list of options of a request; `[]`: none"),
