@@ -50,11 +50,11 @@ class RoundedLinear(UnquantizedLinearMethod):
         self.bits = bits
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        # Layers that are no products: of MLA, and convolutions.
-        if layer.weight.dim() != 2 or getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            return super().process_weights_after_loading(layer)
-        keep(layer, rounded(layer.weight, self.bits))
-        return None
+        of_mla = getattr(layer, "_cpu_skip_gemm_dispatch", False)
+        if of_mla or layer.weight.dim() != 2 or layer.weight.is_meta:  # convolutions, missing ones
+            super().process_weights_after_loading(layer)
+        else:
+            keep(layer, rounded(layer.weight, self.bits))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
