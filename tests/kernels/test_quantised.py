@@ -30,9 +30,15 @@ def bound(x, packed, dtype, exact):
     return torch.finfo(dtype).eps * exact.abs() / 2 * 1.01 + 4e-6 * size + 1e-9
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("bits", "group"), [(8, None), (8, 32), (8, 64), (4, None), (4, 32), (4, 128)], ids=str
+    ("bits", "group", "dtype"),
+    [
+        *itertools.product((8,), (None, 32, 64), (torch.bfloat16,)),
+        *itertools.product((4,), (None, 32, 128), (torch.bfloat16,)),
+        *((8, None, dtype) for dtype in (torch.float16, torch.float32)),
+        *((4, 32, dtype) for dtype in (torch.float16, torch.float32)),
+    ],
+    ids=str,
 )
 def test_products(bits, group, dtype):
     """Any shape, any number of tokens, by any instruction set."""
@@ -40,7 +46,7 @@ def test_products(bits, group, dtype):
     for outputs, inputs in SHAPES:
         packed = pack(*weights_of(outputs, inputs, bits, group))
         bias = torch.randn(outputs).to(dtype)
-        for tokens, given in itertools.product((0, 1, 3, 4, 8, 13), (None, bias)):
+        for tokens, given in itertools.product((0, 1, 3, 8, 13), (None, bias)):
             x = torch.randn(tokens, inputs).to(dtype)
             exact = reference.quantised_linear(x, packed, given)
             for isa in visited():
