@@ -36,6 +36,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.quantization.kernels import offer_kernels
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import move_kv_cache, shared_memory
@@ -103,6 +104,7 @@ class RetrievalCPUWorker(CPUWorker):
 
         With a store, the weights are hashed meanwhile.
         """
+        offer_kernels(first=self.planner.attention.own)
         if self.retrieval_config.store is None:
             super().load_model(**options)
         else:
