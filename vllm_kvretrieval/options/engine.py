@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options import of_prompts
+from vllm_kvretrieval.options import of_drafts, of_prompts
 from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.combinations import check_combinations
 from vllm_kvretrieval.options.files import read_files
@@ -52,6 +52,8 @@ class RetrievalConfig(Options):
             for key, value in of_prompts.defaults(self).items():
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, value)
+        if self.drafts is None:
+            object.__setattr__(self, "drafts", of_drafts.default(self))
         check_combinations(self, given)
 
     @functools.cached_property

@@ -146,6 +146,13 @@ MEMORY_FRACTION = Setting(
     },
 )
 SELECTING = "use methods that select pages, such as kvretrieval"
+LOSSLESS = Setting(
+    "lossless",
+    {
+        need: Lack("drafts over a part of the context, which a step takes back", SELECTING)
+        for need in (Need.DROPS, Need.PROMPTS, Need.LAYERS_SHARE)
+    },
+)
 CAPPED_LOGITS = Setting(
     "the soft-capping of logits",
     {
