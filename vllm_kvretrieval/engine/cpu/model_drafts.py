@@ -99,7 +99,7 @@ class CpuModelDrafts:
                 positions=positions,
             )
             for kind in kinds:
-                built = kind.get_metadata_builder().build(0, common)
+                built = kind.build_metadata(common)
                 metadata |= dict.fromkeys(kind.layer_names, built)
                 slots |= dict.fromkeys(kind.layer_names, slot_mapping)
         with set_forward_context(
