@@ -15,7 +15,7 @@ COMMANDS = {
     "linear": "linear layers in 16 bits on a CPU with AVX2 only, beside PyTorch's",
     "planning": "choosing pages or tokens by each index, and building the index",
     "token-reads": "reading single tokens from a file, or the pages that hold them",
-    "drafters": "tokens per step with drafts from the context, ours beside vLLM's and a suffix tree",
+    "drafters": "tokens per step with drafts from the context, ours beside others",
     "scheduler": "a step of the scheduler, and looking up a prefix, beside vLLM's",
 }
 

@@ -96,7 +96,9 @@ def _ours(context: list[int], most: int) -> tuple[Draft, Note]:
 
 
 def _suffix(context: list[int], most: int) -> tuple[Draft, Note]:
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
+    from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
+        SuffixDecodingCache,
+    )
 
     tree = SuffixDecodingCache(max_tree_depth=TREE_DEPTH, max_cached_requests=0)
     tree.start_request("", np.array(context, dtype=np.int32))

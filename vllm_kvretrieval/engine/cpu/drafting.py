@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import SpeculativeConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.cpu.model_drafts import CpuModelDrafts
 from vllm_kvretrieval.engine.drafter import PATH, Drafter
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -64,6 +65,7 @@ def _obstacle(vllm_config: "VllmConfig", config: RetrievalConfig) -> str | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     obstacles = {
         f"codec={config.codec!r}, which closes pages for good": config.codec != RAW,
+        "a KV connector, which may save what is drafted": has_foreign_connector(vllm_config),
         "LoRA adapters": vllm_config.lora_config is not None,
         "data parallelism": parallel.data_parallel_size > 1,
         f"the positions of {model.model}, of several dimensions": model.uses_mrope,
