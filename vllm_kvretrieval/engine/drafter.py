@@ -9,13 +9,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vllm_kvretrieval.drafting.lookup import find
-from vllm_kvretrieval.drafting.pace import MODEL, Pace, row_cost
+from vllm_kvretrieval.drafting.pace import MODEL, Pace, Plan, row_cost
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestReader
 
 PATH = f"{__name__}.Drafter"
 """What vLLM's ``speculative_config`` names as ``model``."""
+
+
+DEAR = 0.8
+"""The time of a step that drafts, as a share of one over whole contexts, from which on the model is
+not even tried."""
 
 
 class Row(NamedTuple):
@@ -154,7 +159,10 @@ class Drafter:
             if options.lossless and self._model is not None:
                 room = min(most, self._model.room(place) - length + 1)
                 budget = options.budget.total * self._config.page_size
-                own = pace.plan(MODEL, room, self._model.cost(lengths, budget))
+                own_cost = self._model.cost(lengths, budget)
+                own = pace.plan(MODEL, room, own_cost)
+                if own.tokens == 0 < room and own_cost < DEAR and pace.probe(MODEL):
+                    own = Plan(1, plan.rate + 1)
                 if own.rate > plan.rate:
                     rows.append(Row(request, place, length, int(context[-1]), own.tokens))
                     continue

@@ -37,8 +37,8 @@ class CpuModelDrafts:
         model, parallel = runner.model_config, runner.vllm_config.parallel_config
         layers, size = model.get_num_layers(parallel), model.dtype.itemsize
         width = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
-        slower = SLOW_HOME if storage.slow_layers else 1
-        self._token, self._weights = layers * width * size * slower, _weights(model) * size
+        self._token, self._weights = layers * width * size, _weights(model) * size
+        self._slower = SLOW_HOME if storage.slow_layers else 1
 
     def room(self, place: int) -> int:
         """Tokens that the blocks hold of the request with this place in the batch."""
@@ -47,8 +47,9 @@ class CpuModelDrafts:
 
     def cost(self, lengths: Sequence[int], budget: int) -> float:
         """See ``ModelDrafts``; by the bytes that a step reads, of weights and of contexts."""
-        read = sum(min(length, budget) for length in lengths)
-        return (self._weights + read * self._token) / (self._weights + sum(lengths) * self._token)
+        read = sum(min(length, budget) for length in lengths) * self._token
+        far = sum(lengths) * self._token * self._slower
+        return min(1.0, (self._weights + read) / (self._weights + far))
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
