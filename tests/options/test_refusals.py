@@ -142,9 +142,23 @@ ENGINES = {
         "--block-size 128 cannot be combined with a KV connector, which moves whole blocks: they "
         "have to be pages. Leave it out, or use --block-size 32.",
     ),
-    "speculation": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    "drafter": (
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+        "freekv does not verify the drafts of 'ngram_gpu'; use one of ngram, suffix, custom_class "
+        "as the method of --speculative-config, or leave that out.",
+    ),
+    "drafts": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 129}},
+        "num_speculative_tokens=129 of --speculative-config are more drafts than vLLM verifies in "
+        "a step; use 128 or less.",
+    ),
+    "drafts of methods that drop tokens": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"also": ["snapkv"]}},
+        },
+        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops "
+        "tokens; use methods that select pages, such as kvretrieval, or leave it out.",
     ),
     "decode contexts": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},

@@ -338,6 +338,15 @@ class RequestTable:
         """
         return lens > self.ends[seats]
 
+    def certain(self, seats: np.ndarray, before: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """int [n]; tokens of contexts with a step, without drafts that it may reject.
+
+        Args:
+            seats: The requests' seats.
+            before, lens: int [n]; tokens of the contexts before the step, and with it.
+        """
+        return np.maximum(np.minimum(lens, self.ends[seats]), before + 1)
+
     def count_steps(
         self,
         seats: np.ndarray,

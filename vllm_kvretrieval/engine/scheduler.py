@@ -285,7 +285,7 @@ class RetrievalScheduler(ChunkScheduler):
     def _taint(self, context: Context, tokens: int) -> Taint:
         """The taint of the context after a step of ``tokens`` tokens."""
         start, taint = context.request.num_computed_tokens, context.taint
-        decodes, resumable = tokens == 1 and start >= context.ends, context.request.resumable
+        decodes, resumable = start >= context.ends, context.request.resumable
         if decodes or (tokens == 1 and resumable):
             taint = taint.plus(context.exactness.decoding(start))
         if not decodes or resumable:
@@ -298,7 +298,8 @@ class RetrievalScheduler(ChunkScheduler):
         self._renew(context)
         context.taint = self._taint(context, tokens)
         self._note_final(context)
-        end = context.request.num_computed_tokens + tokens
+        start = context.request.num_computed_tokens
+        end = start + (tokens if start < context.ends else 1)  # drafts may be rejected
         if end < context.ends or context.request.resumable:
             return
         # The next block may get its hash when its last token is computed.

@@ -175,7 +175,7 @@ class Filter:
         if self.latest is not None:
             queries = self.latest.of(plan.rows)
         else:
-            queries = query if plan.index is None else query[plan.index]
+            queries = plan.asking(plan.of(query))
         selector = self.selectors.rows
         self._kernels.select_context(queries, plan.own.weights, plan.rows, selector, self._merge)
         plan.own.list(self._kernels, plan, selector)

@@ -153,6 +153,14 @@ LOSSLESS = Setting(
         for need in (Need.DROPS, Need.PROMPTS, Need.LAYERS_SHARE)
     },
 )
+SPECULATION = Setting(
+    "--speculative-config",
+    {
+        Need.DROPS: Lack(
+            "verifies drafts, of which some are taken back", f"{SELECTING}, or leave it out"
+        )
+    },
+)
 CAPPED_LOGITS = Setting(
     "the soft-capping of logits",
     {
@@ -222,6 +230,7 @@ SETTINGS = (
     CAPPED_LOGITS,
     SINKS,
     UNKNOWN_KEYS,
+    SPECULATION,
     PIPELINE,
     UNKNOWN_STAGES,
     PARTIAL_MODELS,

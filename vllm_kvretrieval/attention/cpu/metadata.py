@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvretrieval.attention.cpu.drafts import DraftedRecords
 from vllm_kvretrieval.attention.cpu.plans import Full, Pages, RetrievalMetadata, Split, Whole
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
@@ -35,6 +36,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.storage: Storage = Memory()
         self.own = False
+        self.drafts: DraftedRecords | None = None
 
     def attach(
         self,
@@ -67,6 +69,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lists = torch.empty(most, requests.room.listed, dtype=torch.int32)
         lengths = torch.empty(most, dtype=torch.int32)
         facts = GroupFacts(requests, page_size, heads, lists, lengths)
+        indexes = [method.index for method in requests.config.methods.values()]
+        if requests.room.drafts and any(index is not None and index.grows for index in indexes):
+            self.drafts = DraftedRecords(requests, page_size)
         self.schedules = Schedules(self, most)
         self.planner = StepPlanner(
             requests, facts, self.schedules, staging, storage.in_place, attends, own
@@ -104,7 +109,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lens, before = _lengths(dense)
         metadata.seen = self.planner.see(dense, before)
         if not requests.foreseen.now:
-            metadata.split = self._split(common_attn_metadata, dense)
+            metadata.split = self._split(common_attn_metadata, dense, before)
         elif self.storage.token_major and not self.own:
             everything = self._all_pages(dense.seq_lens, dense.block_table)
             none = np.arange(0)
@@ -115,6 +120,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if requests.arrived and self.storage.at_hand:
             table, size = dense.block_table, self.block_size
             metadata.loaded = loaded_pages(requests, lens, before, table, size)
+        if self.drafts is not None and not requests.foreseen.now:
+            metadata.drafted = self.drafts.plan(lens, before, dense.block_table)
         return metadata
 
     def _full(self, dense: CPUAttentionMetadata) -> Full:
@@ -148,17 +155,24 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             requests=requests.batch[: len(lens)],
             before=before,
             lens=lens,
+            certain=requests.certain(requests.seats[: len(lens)], before, lens),
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,
             most_pages=self.planner.budget_pages,
         )
 
-    def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
+    def _split(
+        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, before: np.ndarray
+    ) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
-        prompts = self.planner.reading(dense, rows)
+        prompts, verifying = self.planner.reading(dense, rows), self.planner.verifying(before, rows)
+        places = np.concatenate([np.arange(rows), verifying])
+        decode, others = self.planner.rows(common, dense, places, prompts[prompts < rows])
+        # Drafts of whole contexts are read as prompts are.
+        prompts = np.setdiff1d(prompts, np.setdiff1d(verifying, others))
+        others = others[others < rows]
         prefill = self.planner.prompts(dense, prompts)
-        decode, others = self.planner.rows(common, dense, rows, prompts[prompts < rows])
         if not self.storage.in_place:
             alone = [self.planner.row(dense, row) for row in others.tolist()]
             return Split(prompts, decode, None, alone + prefill)
@@ -166,7 +180,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if not decode and in_place and (self.own or not self.storage.token_major):
             return None
         whole = None
-        if len(others) == rows and rows:
+        if len(others) == rows and rows and not decode:
             whole = Whole(None, self._whole(dense, slice(0, rows)))
         elif len(others):
             index = torch.from_numpy(others)

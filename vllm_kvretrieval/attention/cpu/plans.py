@@ -1,7 +1,7 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +9,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_kvretrieval.kernels import PromptLists, TokenLists
 from vllm_kvretrieval.methods import Chunks, DecodePlan
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.attention.cpu.drafts import DraftedPages
 
 
 @dataclass
@@ -129,6 +132,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
         reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
+        drafted: Pages whose records are to be built, of indexes whose records grow.
         seen: What methods note of the step, by their numbers.
     """
 
@@ -136,4 +140,5 @@ class RetrievalMetadata(CPUAttentionMetadata):
     split: Split | None = None
     reads: Any = None
     loaded: Pages | None = None
+    drafted: "DraftedPages | None" = None
     seen: dict[int, Any] = field(default_factory=dict)

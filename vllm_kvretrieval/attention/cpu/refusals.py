@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.cpu.nixl import check_exchange
+from vllm_kvretrieval.attention.cpu.speculation import check_speculation
 from vllm_kvretrieval.attention.refusals import WITHOUT
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -115,6 +116,8 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.index_kinds, head_size, model.dtype)
+    layout = _get_attn_isa(model.dtype, config.page_size, head_size)
+    check_speculation(vllm_config, config, layout)
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
