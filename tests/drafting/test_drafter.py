@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -213,10 +214,10 @@ class FakeModel:
     def room(self, place: int) -> int:
         return self._room
 
-    def cost(self, lengths: list[int], budget: int) -> float:
+    def cost(self, lengths: Sequence[int], budget: int) -> float:
         return self._cost
 
-    def draft(self, rows: list[Row]) -> list[list[int]]:
+    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
         self.asked += rows
         return [[7] * row.drafts for row in rows]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
@@ -12,8 +13,8 @@ from tests.support.engine import Answer, Request, drive, engine, shortened
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
-FULL = {"exact": True, "drafts": 0}
-LOSSLESS = {"lossless": True}
+FULL: dict[str, Any] = {"exact": True, "drafts": 0}
+LOSSLESS: dict[str, Any] = {"lossless": True}
 TOKENS = 40
 PROMPTS = 20
 HOMES = [
@@ -66,7 +67,7 @@ def test_answers_are_those_of_full_attention(llm, prompts, full):
 
 def test_beside_requests_of_other_kinds(llm, prompts, full):
     """They share steps: prompts that are read, drafts that are verified, and single tokens."""
-    others = [{}, {"drafts": 0}, FULL, {"method": "streamingllm"}]
+    others: list[dict[str, Any]] = [{}, {"drafts": 0}, FULL, {"method": "streamingllm"}]
     requests = [
         Request(prompts[8 + n], TOKENS, LOSSLESS if n % 2 else others[n // 2], arrives=3 * n)
         for n in range(8)
@@ -130,7 +131,7 @@ def test_a_stop_string_ends_within_a_draft(llm, prompts, full):
         assert answer == text[: text.index(stop)]
 
 
-def _generate(llm: LLM, prompt: list[int], options: dict[str, object], **params: object) -> str:
+def _generate(llm: LLM, prompt: list[int], options: dict[str, Any], **params: Any) -> str:
     asked = SamplingParams(
         temperature=0, max_tokens=TOKENS, extra_args={"kv_retrieval": options}, **params
     )

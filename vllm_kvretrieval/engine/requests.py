@@ -289,7 +289,7 @@ class RequestTable:
         Each begins by :meth:`set_drafting`. Requests select in them that attend to everything in
         the engine's steps. What they read is counted, and their contexts are as before in the end.
         """
-        rows, foreseen, arrived = self._rows, self.foreseen, self.arrived
+        rows, foreseen, arrived, batch = self._rows, self.foreseen, self.arrived, self.batch
         exact, contexts = self.records["exact"].copy(), self._context.copy()
         self._book_foreseen()
         self.foreseen, self.arrived, self.in_step = ForeseenSteps(), frozenset(), True
@@ -298,12 +298,13 @@ class RequestTable:
             yield
         finally:
             self._rows, self.foreseen, self.arrived, self.in_step = rows, foreseen, arrived, False
+            self.batch, self._batch_seats = batch, None
             self.records["exact"], self._context[:] = exact, contexts
 
     def set_drafting(self, batch: Sequence[str]) -> None:
         """Begin a step of :meth:`drafting`, of requests that have seats."""
-        self._rows = lambda _: batch
-        self.foreseen = ForeseenSteps()
+        self._rows, self.foreseen = lambda _: batch, ForeseenSteps()
+        self.batch, self._batch_seats = batch, None
 
     def _book_foreseen(self) -> None:
         """Book the foreseen steps that have passed; the next step is none of them."""

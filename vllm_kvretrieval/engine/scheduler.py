@@ -67,6 +67,7 @@ class RetrievalScheduler(ChunkScheduler):
 
     max_num_running_reqs: int
     max_num_active_reqs: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

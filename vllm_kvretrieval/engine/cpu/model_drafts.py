@@ -12,6 +12,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvretrieval.attention.cpu.drafts import DraftedRecords
 from vllm_kvretrieval.engine.drafter import Row
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class CpuModelDrafts:
 
     def __init__(self, runner: Any, requests: "RequestTable", storage: "Storage") -> None:
         self._runner, self._requests, self._storage = runner, requests, storage
+        builders = [k.get_metadata_builder() for kinds in runner.attn_groups for k in kinds]
+        records = [getattr(builder, "drafts", None) for builder in builders]
+        self._drafted = [each for each in records if isinstance(each, DraftedRecords)]
         model, parallel = runner.model_config, runner.vllm_config.parallel_config
         layers, size = model.get_num_layers(parallel), model.dtype.itemsize
         width = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
@@ -62,6 +66,10 @@ class CpuModelDrafts:
                 last = [drafts[n][-1] if step else rows[n].last for n in going]
                 for n, token in zip(going, self._step(now, step, last), strict=True):
                     drafts[n].append(token)
+            self._requests.set_drafting([row.request for row in rows])
+            written = np.array([row.length - 1 for row in rows])
+            for records in self._drafted:
+                records.note(self._requests.seats, written)
         return drafts
 
     def _step(self, rows: Sequence[Row], step: int, tokens: Sequence[int]) -> list[int]:
