@@ -1,7 +1,7 @@
 """Lossless mode in an engine: answers are full attention's, token by token, in fewer steps."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +10,14 @@ from vllm.inputs import TokensPrompt
 
 from benchmarks.texts import emma
 from tests.support.engine import Answer, Request, drive, engine, shortened
+from vllm_kvretrieval.drafting.lookup import Match
+from vllm_kvretrieval.engine import drafter
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 FULL: dict[str, Any] = {"exact": True, "drafts": 0}
 LOSSLESS: dict[str, Any] = {"lossless": True}
+BLOCK = 128
 TOKENS = 40
 PROMPTS = 20
 HOMES = [
@@ -65,6 +68,17 @@ def test_answers_are_those_of_full_attention(llm, prompts, full):
         assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
+def test_answers_that_the_model_drafts_alone(llm, prompts, full):
+    """Without lookups, which know most of what a small model repeats."""
+    drafted = _without_lookups(llm)
+    answers = drive(llm, [Request(prompt, TOKENS // 2, LOSSLESS) for prompt in prompts[8:16]])
+    assert [a.tokens for a in answers] == [a.tokens[: TOKENS // 2] for a in full[8:16]]
+    rows, tokens = drafted()
+    assert rows > 20
+    assert tokens > 1.5 * rows
+    assert steps_of(answers) < 0.75 * 8 * TOKENS // 2, "drafts are accepted"
+
+
 def test_beside_requests_of_other_kinds(llm, prompts, full):
     """They share steps: prompts that are read, drafts that are verified, and single tokens."""
     others: list[dict[str, Any]] = [{}, {"drafts": 0}, FULL, {"method": "streamingllm"}]
@@ -80,7 +94,7 @@ def test_beside_requests_of_other_kinds(llm, prompts, full):
 
 def test_what_it_has_computed_is_shared_as_exact(llm, prompts, full):
     """And nothing of its drafts is in what others find."""
-    prompt = [7, *prompts[18]]
+    prompt = [7, *prompts[18][: 10 * BLOCK - 10]]
     first = drive(llm, [Request(prompt, TOKENS, LOSSLESS, cache=True)])[0]
     more = [*prompt, *first.tokens]
     found = drive(llm, [Request(more, TOKENS, FULL, cache=True)])[0]
@@ -129,6 +143,32 @@ def test_a_stop_string_ends_within_a_draft(llm, prompts, full):
     for options in (FULL, LOSSLESS):
         answer = _generate(llm, prompts[15], options, stop=[stop])
         assert answer == text[: text.index(stop)]
+
+
+def _without_lookups(llm: LLM) -> Callable[[], list[int]]:
+    """Let lookups find nothing until what is returned is called: it returns how many rows the model
+    has drafted for, and how many tokens."""
+
+    def begin(worker: Any) -> None:
+        worker.find, worker.counts = drafter.find, [0, 0]
+        drafter.find = lambda tokens: Match(len(tokens) - 1, 0)
+        model = worker.drafter._model
+        draft = model.draft
+
+        def counting(rows: Sequence[Any]) -> Any:
+            worker.counts[0] += len(rows)
+            worker.counts[1] += sum(row.drafts for row in rows)
+            return draft(rows)
+
+        model.draft = counting
+
+    def end(worker: Any) -> list[int]:
+        drafter.find = worker.find
+        del worker.drafter._model.draft
+        return worker.counts
+
+    llm.collective_rpc(begin)
+    return lambda: llm.collective_rpc(end)[0]
 
 
 def _generate(llm: LLM, prompt: list[int], options: dict[str, Any], **params: Any) -> str:
