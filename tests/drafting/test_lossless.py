@@ -150,8 +150,9 @@ def _without_lookups(llm: LLM) -> Callable[[], list[int]]:
     has drafted for, and how many tokens."""
 
     def begin(worker: Any) -> None:
-        worker.find, worker.counts = drafter.find, [0, 0]
-        drafter.find = lambda tokens: Match(len(tokens) - 1, 0)
+        names = vars(drafter)
+        worker.find, worker.counts = names["find"], [0, 0]
+        names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
         model = worker.drafter._model
         draft = model.draft
 
@@ -163,7 +164,7 @@ def _without_lookups(llm: LLM) -> Callable[[], list[int]]:
         model.draft = counting
 
     def end(worker: Any) -> list[int]:
-        drafter.find = worker.find
+        vars(drafter)["find"] = worker.find
         del worker.drafter._model.draft
         return worker.counts
 
