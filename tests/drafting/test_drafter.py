@@ -316,9 +316,9 @@ def test_hostile_switches(value):
     ("backend", "options", "message"),
     [
         ("kvretrieval", {"lossless": True, "drafts": 0}, "drafts tokens, and drafts=0 allows none"),
-        ("full", {"lossless": True}, "has no effect with full, which attends to everything"),
-        ("h2o", {"lossless": True}, "and h2o drops tokens; use methods that select pages"),
-        ("omnikv", {"lossless": True}, "omnikv lets layers share a selection"),
+        ("full", {"lossless": True}, "cannot be used with full, with which the model"),
+        ("h2o", {"lossless": True}, "cannot be used with h2o, with which the model"),
+        ("omnikv", {"lossless": True}, "cannot be used with omnikv, with which the model"),
     ],
 )
 def test_servers_that_cannot_be_lossless(backend, options, message):
@@ -337,8 +337,8 @@ SERVER = {"drafts": MOST, "also": ["full", "snapkv"]}
         (SERVER, {"drafts": 5}, "drafts=5 exceeds the server's 4"),
         (SERVER, {"lossless": True, "drafts": 0}, "drafts=0 allows none"),
         (SERVER, {"lossless": True, "exact": False}, "contradict each other"),
-        (SERVER, {"lossless": True, "method": "full"}, "has no effect with full"),
-        (SERVER, {"lossless": True, "method": "snapkv"}, "snapkv drops tokens"),
+        (SERVER, {"lossless": True, "method": "full"}, "cannot be used with full"),
+        (SERVER, {"lossless": True, "method": "snapkv"}, "cannot be used with snapkv"),
     ],
 )
 def test_requests_that_cannot_be_lossless(server, asked, message):

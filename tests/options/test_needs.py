@@ -39,7 +39,6 @@ ASKED: dict[str, tuple[Setting, dict[str, Any]]] = {
     "codec": (needs.CODEC, {"home": "disk", "codec": "k8v4"}),
     "streaming": (needs.STREAMING, {"home": "disk", "streaming_attention": True}),
     "fraction": (needs.MEMORY_FRACTION, {"memory_fraction": 0.3}),
-    "lossless": (needs.LOSSLESS, {"lossless": True}),
 }
 """Settings that options of an engine make, with these options."""
 

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.option import option
-from vllm_kvretrieval.retrieval.needs import LOSSLESS
 from vllm_kvretrieval.values import SWITCH, Kind, require_int
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ LOSSLESS_SWITCH: Any = option(
     SWITCH,
     "answers are full attention's: the model drafts over the budget's pages, and a step over the "
     "whole context verifies the drafts",
+    why="with which the model cannot draft for itself over a part of the context",
+    verdict="cannot be used with",
     neutral=False,
     on_gpu="name method full",
     more="speculative-decoding.md#lossless-mode",
@@ -54,20 +55,12 @@ def default(config: "RetrievalConfig") -> int:
 
 
 def check(config: "RetrievalConfig") -> None:
-    """Refuse options of drafts that contradict each other, or the method.
+    """Refuse options of drafts that contradict each other.
 
     Raises:
         RetrievalConfigError: Says which, and what to do.
     """
-    if not config.lossless:
-        return
-    if config.drafts == 0:
+    if config.lossless and config.drafts == 0:
         raise RetrievalConfigError(
-            "lossless=True drafts tokens, and drafts=0 allows none; raise it, or leave it out."
+            "lossless=True drafts tokens, and drafts=0 allows none; raise it, or leave one out."
         )
-    if config.own.whole:
-        raise RetrievalConfigError(
-            f"lossless=True has no effect with {config.method}, which attends to everything; leave "
-            "it out, or use a method that selects."
-        )
-    LOSSLESS.check([config.own], "lossless=True")

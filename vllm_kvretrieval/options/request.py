@@ -10,9 +10,8 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.option import Option, refuse_without_effect
 from vllm_kvretrieval.options.table import CONFIG_KEY, OPTIONS
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.families import Method, having
 from vllm_kvretrieval.retrieval.families.numbers import SeatField
-from vllm_kvretrieval.retrieval.needs import LOSSLESS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.values import (
     PART,
@@ -53,6 +52,9 @@ _OTHERS: Mapping[str, Option] = {
         SWITCH,
         "as the server's option, on a server with `drafts`",
         "the server's",
+        why=OPTIONS["lossless"].why,
+        verdict=OPTIONS["lossless"].verdict,
+        neutral=False,
         more="speculative-decoding.md#lossless-mode",
     ),
     "exact": Option(
@@ -358,7 +360,7 @@ def _lossless(
         method, config: See :func:`_prefill_budget`.
         drafts: The most draft tokens at a step.
     """
-    drafting = not method.whole and LOSSLESS.serves(method) and drafts > 0
+    drafting = type(method) in having("lossless", of_request=True) and drafts > 0
     if "lossless" not in value:
         return config.lossless and drafting and value.get("exact", True)
     if not value["lossless"]:
@@ -372,12 +374,6 @@ def _lossless(
         raise RetrievalConfigError(
             "lossless=True drafts tokens, and drafts=0 allows none; leave one out."
         )
-    if method.whole:
-        raise RetrievalConfigError(
-            f"lossless=True has no effect with {method.name}, which attends to everything; leave "
-            "it out."
-        )
-    LOSSLESS.check([method], "lossless=True")
     if not value.get("exact", True):
         raise RetrievalConfigError(
             "lossless=True and exact=False contradict each other; leave one out."

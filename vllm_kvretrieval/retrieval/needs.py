@@ -146,13 +146,6 @@ MEMORY_FRACTION = Setting(
     },
 )
 SELECTING = "use methods that select pages, such as kvretrieval"
-LOSSLESS = Setting(
-    "lossless",
-    {
-        need: Lack("drafts over a part of the context, which a step takes back", SELECTING)
-        for need in (Need.DROPS, Need.PROMPTS, Need.LAYERS_SHARE)
-    },
-)
 SPECULATION = Setting(
     "--speculative-config",
     {
@@ -230,7 +223,6 @@ SETTINGS = (
     CAPPED_LOGITS,
     SINKS,
     UNKNOWN_KEYS,
-    LOSSLESS,
     SPECULATION,
     PIPELINE,
     UNKNOWN_STAGES,
