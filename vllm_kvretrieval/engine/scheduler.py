@@ -68,9 +68,12 @@ class RetrievalScheduler(ChunkScheduler):
 
     max_num_running_reqs: int
     max_num_active_reqs: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The model's own drafts are written behind the tokens of a step.
+        self.num_lookahead_tokens = max(self.num_lookahead_tokens, self.retrieval.drafts)
         self.levels = BlockLevels()
         self._rules, self._reader = ExactnessRules(self.retrieval), RequestReader(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
