@@ -134,7 +134,7 @@ def refusal_in_memory(key: str) -> str:
 @pytest.mark.parametrize("key", REQUEST)
 def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
     values = {"budget": 1024, "correction_threshold": 0.5, "exact": True, "exact_prefix": True}
-    values |= {"prefill_budget": 0, "prefill_share": 0.25, "mass": 0.9}
+    values |= {"prefill_budget": 0, "prefill_share": 0.25, "mass": 0.9, "sources": False}
     for method, family in FAMILIES.items():
         if family is FilterMethod or method in ("quest", "kvretrieval"):
             continue
