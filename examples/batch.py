@@ -3,8 +3,8 @@
     python examples/batch.py MODEL QUESTIONS.jsonl ANSWERS.jsonl --budget 1024
 
 Each line of the input is an object with ``document``, the path of a PDF, text or HTML file, which
-begins in the folder of the input, and ``question``. Questions about one document follow each other, so that it is
-read once. The output has the same lines in the same order, each with its ``answer``.
+begins in the folder of the input, and ``question``. Questions about one document follow each other,
+so that it is read once. The output has the same lines in the same order, each with its ``answer``.
 """
 
 from __future__ import annotations
