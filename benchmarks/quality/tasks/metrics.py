@@ -73,6 +73,11 @@ def top_agreement(full: Scored, other: Scored) -> float:
     return float((full.top_ids[:, 0] == other.top_ids[:, 0]).mean())
 
 
+def hits(scored: Scored) -> float:
+    """Return the share of positions at which the forced token is the most likely one."""
+    return float((scored.target >= scored.top_logprobs[:, 0]).mean())
+
+
 def perplexity(samples: list[Scored]) -> float:
     """Return the perplexity of the forced tokens over all samples' positions."""
     return float(np.exp(-np.concatenate([sample.target for sample in samples]).mean()))
@@ -89,8 +94,10 @@ def forced_scores(
         turns: Equal stretches that the positions of each sample consist of.
 
     Returns:
-        ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``agreement``,
-        ``perplexity`` and ``perplexity_full``; of several turns ``kl_turns`` (mean of each turn).
+        ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``nll_samples``
+        (negative log-probability of a forced token, likewise), ``hit_samples`` (see `hits`),
+        ``agreement``, ``perplexity`` and ``perplexity_full``; of several turns ``kl_turns`` (mean
+        of each turn).
 
     Raises:
         ValueError: the numbers of samples differ.
@@ -103,6 +110,8 @@ def forced_scores(
     scores: dict[str, float | list[float]] = {
         "kl": float(np.concatenate(divergences).mean()),
         "kl_samples": [round(float(values.mean()), 6) for values in divergences],
+        "nll_samples": [round(float(-scored.target.mean()), 6) for scored in other],
+        "hit_samples": [round(hits(scored), 6) for scored in other],
         "agreement": float(np.average(agreement, weights=sizes)),
         "perplexity": perplexity(other),
         "perplexity_full": perplexity(full),
