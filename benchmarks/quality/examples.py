@@ -53,6 +53,9 @@ class Example:
     answer: str = ""
     """The whole right answer, for tasks that force it."""
 
+    values: tuple[str, ...] = ()
+    """Parts of the answer, in order, that are right or wrong on their own; none: the whole is."""
+
 
 def read_examples(path: Path) -> dict[str, list[Example]]:
     """Return the examples of a file by task, in order.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -44,7 +44,10 @@ def _items(rng: random.Random) -> list[Item]:
 
 
 def _example(
-    task: str, tokens: Tokens, context: int, write: Callable[[int], tuple[str, Sequence[Any]]]
+    task: str,
+    tokens: Tokens,
+    context: int,
+    write: Callable[[int], tuple[str, Sequence[Mapping[str, Any]]]],
 ) -> Example:
     """The longest example that fits.
 
@@ -69,6 +72,7 @@ def _example(
             len(tokens(rest)) + _ROOM,
             "json",
             rest,
+            tuple(_values(objects[SHOWN:])),
         )
         if len(tokens(example.input)) + example.tokens > context:
             break
@@ -78,24 +82,22 @@ def _example(
     return found
 
 
+def _values(objects: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The values of objects as their JSON has them."""
+    for value in (value for each in objects for value in each.values()):
+        yield from map(json.dumps, value if isinstance(value, list) else [value])
+
+
 def table_to_json(tokens: Tokens, context: int, count: int) -> list[Example]:
-    """A table, and two columns of it as JSON: the answer needs every row, in order."""
+    """A table, and the same as JSON: the answer needs every row, in order."""
     examples = []
     for index in range(count):
-        rng = random.Random(f"table {index}")
-        items = _items(rng)
-        others = [f"{rng.choice(COLOURS)} | {rng.randrange(100, 1000)}" for _ in items]
-        rows = [
-            f"{name} | {city} | {other} | {code}"
-            for (name, city, code), other in zip(items, others, strict=True)
-        ]
+        items = _items(random.Random(f"table {index}"))
 
-        def write(
-            size: int, items: list[Item] = items, rows: list[str] = rows
-        ) -> tuple[str, list[Any]]:
-            table = "\n".join(["name | city | colour | weight | code", *rows[:size]])
+        def write(size: int, items: list[Item] = items) -> tuple[str, list[Any]]:
+            table = "\n".join(f"{name}: {code}" for name, _, code in items[:size])
             found = [{name: code} for name, _, code in items[:size]]
-            return f"{table}\n\nThe code of each name in this table, in JSON:\n\n", found
+            return f"{table}\n\nThe same table in JSON:\n\n", found
 
         examples.append(_example("table_to_json", tokens, context, write))
     return examples
@@ -113,11 +115,11 @@ def text_to_json(tokens: Tokens, context: int, count: int) -> list[Example]:
             size: int, items: list[Item] = items, prose: list[str] = prose
         ) -> tuple[str, list[Any]]:
             told = [
-                f"{between}\n\nThe box {name} is in {city}. Its code is {code}.\n\n"
-                for (name, city, code), between in zip(items[:size], prose, strict=False)
+                f"{between}\n\nThe code of {name} is {code}.\n\n"
+                for (name, _, code), between in zip(items[:size], prose, strict=False)
             ]
             found = [{name: code} for name, _, code in items[:size]]
-            return f"{''.join(told)}The code of each box in this text, in JSON:\n\n", found
+            return f"{''.join(told)}Every code in this text, in JSON:\n\n", found
 
         examples.append(_example("text_to_json", tokens, context, write))
     return examples
@@ -134,10 +136,10 @@ def join_to_json(tokens: Tokens, context: int, count: int) -> list[Example]:
         def write(
             size: int, items: list[Item] = items, order: list[int] = order
         ) -> tuple[str, list[Any]]:
-            cities = [f"{name} | {city}" for name, city, _ in items[:size]]
+            cities = [f"{name}: {city}" for name, city, _ in items[:size]]
             mixed = [items[place] for place in order if place < size]
-            codes = [f"{name} | {code}" for name, _, code in mixed]
-            tables = "\n".join(["name | city", *cities, "", "name | code", *codes])
+            codes = [f"{name}: {code}" for name, _, code in mixed]
+            tables = "\n".join([*cities, "", *codes])
             found = [{name: [city, code]} for name, city, code in items[:size]]
             return f"{tables}\n\nBoth tables in one, in JSON:\n\n", found
 

@@ -54,13 +54,20 @@ def _nats(value: float) -> str:
     return f"{'-' * (value < 0)}{significant(abs(value))}" if value else "0"
 
 
-def _found(cell: Cell) -> Sequence[float] | None:
-    return [100.0 * hit for hit in cell["found"]] if "found" in cell else None
+def _percent(name: str) -> Callable[[Cell], Sequence[float] | None]:
+    return lambda cell: [100.0 * share for share in cell[name]] if name in cell else None
 
 
 MEASURES = (
     Measure("score", "score, points", lambda cell: cell.get("scores"), 100.0, _points),
-    Measure("found", "answers found, %", _found, 100.0, _points),
+    Measure("found", "answers found, %", _percent("found"), 100.0, _points),
+    Measure(
+        "right",
+        "values of the right answer, forced token by token, that the model finds likeliest, %",
+        _percent("right_samples"),
+        100.0,
+        _points,
+    ),
     Measure("kl", "KL from full attention, nats", lambda c: c.get("kl_samples"), math.inf, _nats),
     Measure(
         "nll",

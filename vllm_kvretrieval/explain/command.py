@@ -1,8 +1,9 @@
 """``vllm-kvretrieval explain``: what a prompt's attention looks like, and what a method leaves."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.command_inputs import (
     add_inputs,
@@ -20,6 +21,9 @@ from vllm_kvretrieval.retrieval.keeping import ALL
 from vllm_kvretrieval.retrieval.model_files import name_of
 from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
 from vllm_kvretrieval.retrieval.prompt_shares import MEASURE as MEASURE_PROMPT_SHARES
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.explain.explanation import Explanation
 
 FORMAT = "vllm-kvretrieval explanation, version 1"
 DEFAULT_BUDGET = 1024
@@ -105,6 +109,13 @@ def add_explain(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="PNG to draw (default: MODEL's name-explain.png)")
     parser.add_argument("--no-plot", action="store_true", help="draw none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="to write the numbers to")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="to write a page for browsers to: every layer and KV head, the passages of the text, "
+        "and the last tokens as steps",
+    )
     parser.set_defaults(run=explain)
 
 
@@ -154,7 +165,8 @@ def explain(given: argparse.Namespace) -> None:
             "Give a longer text, or a smaller budget"
         )
     check_heads(model, given.layer, given.head)
-    rows, shown = explain_prompt(model, tokens, config, observed, given.layer, given.head)
+    explained = explain_prompt(model, tokens, config, observed, given.layer, given.head)
+    shown = explained.heads
 
     def text_of(begin: int, end: int) -> str:
         return str(model.tokenizer.decode(tokens[begin:end]))
@@ -175,7 +187,7 @@ def explain(given: argparse.Namespace) -> None:
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),
         "dtype": given.dtype,
-        "layers": rows,
+        "layers": explained.rows,
         "heads": [head_row(head, text_of) for head in shown],
         "versions": versions(),
     }
@@ -183,10 +195,40 @@ def explain(given: argparse.Namespace) -> None:
     if given.json is not None:
         write(given.json, result, ("layers", "heads"))
         print(f"numbers: {given.json}")
+    if given.html is not None:
+        _write_page(given.html, result, config, explained, text_of)
+        print(f"page:    {given.html}")
     if not given.no_plot:
         picture = given.plot or Path(f"{name_of(given.model)}-explain.png")
         plot(picture, result, shown)
         print(f"plot:    {picture}")
+
+
+def _write_page(
+    path: Path,
+    result: dict[str, Any],
+    config: RetrievalConfig,
+    explained: "Explanation",
+    text_of: Callable[[int, int], str],
+) -> None:
+    from vllm_kvretrieval.explain.page import Passages, prompt_borders, prompt_rows, write_page
+
+    ends = prompt_borders(result["tokens"])
+    rows, steps = prompt_rows(config, explained, ends)
+    shares = {row["layer"]: row["attention"] for row in explained.rows}
+    heads = [(number, head) for number, of in shares.items() for head in range(len(of))]
+    first = (explained.heads[0].layer, explained.heads[0].head) if explained.heads else heads[0]
+    write_page(
+        path,
+        f"{result['model']}, {result['text']}: {result['tokens']} tokens",
+        f"{result['method']} at a budget of {result['budget']} tokens per KV head",
+        Passages.of(ends, text_of),
+        rows,
+        steps,
+        "kept" if result["drops"] else "selected",
+        shares,
+        heads.index(first),
+    )
 
 
 def _observed(observation: int | str | None) -> int | None:

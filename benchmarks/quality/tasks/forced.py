@@ -46,7 +46,7 @@ TURN_TOKENS = 48
 ALIKE = 8
 """Passages of a document whose headings are alike."""
 
-ANSWER_TOKENS = 512
+ANSWER_TOKENS = 2048
 """Tokens of an example's right answer that are forced, at most."""
 
 
@@ -171,10 +171,28 @@ def answer(text: TokenText, example: Example) -> Sample:
     Raises:
         ValueError: it has a single token, which the prompt's own reading decides.
     """
-    forced = tuple(text.encode(example.answer)[:ANSWER_TOKENS])
+    encoded = text.tokenizer(example.answer, add_special_tokens=False, return_offsets_mapping=True)
+    forced = tuple(encoded.input_ids[:ANSWER_TOKENS])
     if len(forced) < 2:
         raise ValueError(
             f"task {example.task}: the answer {example.answer[:40]!r} has a single token, which is "
             "not decoded; longer ones can be forced"
         )
-    return Sample((*text.prefix, *text.encode(example.input)), forced)
+    parts = list(_stretches(example, encoded.offset_mapping[: len(forced)]))
+    return Sample((*text.prefix, *text.encode(example.input)), forced, parts=tuple(parts))
+
+
+def _stretches(example: Example, offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The tokens of the answer's values that are forced whole; the first token is no part of any.
+
+    Args:
+        example: The example.
+        offsets: Per forced token its first character, and the one after its last.
+    """
+    place = 0
+    for value in example.values or (example.answer,):
+        begin = example.answer.index(value, place)
+        place = begin + len(value)
+        inside = [n for n, (first, end) in enumerate(offsets) if end > begin and first < place]
+        if inside and (offsets[-1][1] >= place or not example.values):
+            yield max(inside[0], 1), inside[-1] + 1

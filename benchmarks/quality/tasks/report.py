@@ -70,6 +70,8 @@ def _figure(cell: Any) -> str:
     if "accuracy" in cell:
         return f"{cell['accuracy']:.0%}{share}"
     agreement, perplexity = f"agr {cell['agreement']:.1%}", f"ppl {cell['perplexity']:.2f}"
+    if right := cell.get("right_samples"):
+        perplexity += f" right {sum(right) / len(right):.1%}"
     if cell["variant"] == FULL.name:
         return perplexity
     return f"KL {cell['kl']:.4f} {agreement} {perplexity}{share}"
