@@ -118,6 +118,7 @@ check-wheels: wheels
 # In environments of their own, named after what is installed there.
 DOCS := build/docs-$(shell sha256sum < requirements/docs.txt | cut -c1-12)
 WORKFLOWS := build/workflows-$(shell sha256sum < requirements/workflows.txt | cut -c1-12)
+NOTEBOOK := build/notebook-$(shell sha256sum < requirements/notebook.txt | cut -c1-12)
 
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
@@ -138,9 +139,7 @@ $(DOCS)/.installed $(WORKFLOWS)/.installed $(NOTEBOOK)/.installed:
 	@$(@D)/bin/python -m pip install -q --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
-# The notebook, with what its cells give; its environment sees that of vLLM.
-NOTEBOOK := build/notebook-$(shell sha256sum < requirements/notebook.txt | cut -c1-12)
-
+# With what its cells give. Its environment sees that of vLLM.
 notebook: $(NOTEBOOK)/.installed $(BUILT)
 	@cd $(NOTEBOOK) && of() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } && \
 	  echo "import site; site.addsitedir('$$(of $(CURDIR)/$(BIN)/python)')" > "$$(of bin/python)/vllm.pth"

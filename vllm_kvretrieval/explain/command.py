@@ -1,6 +1,7 @@
 """``vllm-kvretrieval explain``: what a prompt's attention looks like, and what a method leaves."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 FORMAT = "vllm-kvretrieval explanation, version 1"
 DEFAULT_BUDGET = 1024
 DEFAULT_OBSERVATION = 32
+DEFAULT_ANSWER = 32
+"""Tokens that a server is asked for."""
 
 
 def add_explain(commands: Any) -> None:
@@ -116,6 +119,24 @@ def add_explain(commands: Any) -> None:
         help="to write a page for browsers to: every layer and KV head, the passages of the text, "
         "and the last tokens as steps",
     )
+    parser.add_argument(
+        "--url",
+        help="with --html: a running server, which continues the text; the page shows what its "
+        "answer attended to (MODEL is what the server calls its model)",
+    )
+    parser.add_argument(
+        "--answer-tokens",
+        type=count,
+        default=DEFAULT_ANSWER,
+        metavar="N",
+        help="with --url: tokens of the answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="with --url: of the server (default: VLLM_API_KEY of the environment)",
+    )
     parser.set_defaults(run=explain)
 
 
@@ -125,6 +146,9 @@ def explain(given: argparse.Namespace) -> None:
     Raises:
         ValueError: The model or the text cannot be measured, or options contradict each other.
     """
+    if given.url is not None:
+        _explain_request(given)
+        return
     if not given.no_plot:
         require_plot()
     parts = "budget", "share", "budget_shares", "depth"
@@ -202,6 +226,27 @@ def explain(given: argparse.Namespace) -> None:
         picture = given.plot or Path(f"{name_of(given.model)}-explain.png")
         plot(picture, result, shown)
         print(f"plot:    {picture}")
+
+
+def _explain_request(given: argparse.Namespace) -> None:
+    """Show what a running server attends to.
+
+    Raises:
+        ValueError: There is no page to write, or the server does not tell.
+    """
+    from vllm_kvretrieval.doctor.server import Client
+    from vllm_kvretrieval.explain.live import explain_request
+
+    if given.html is None:
+        raise ValueError("--url shows a request as a page: name its file by --html")
+    client, text = Client(given.url, given.api_key), read_text(given.text)
+    try:
+        said = explain_request(
+            client, given.model, given.text.name, text, given.answer_tokens, given.html
+        )
+    except OSError as error:
+        raise ValueError(f"no server answers at {client.url} ({error})") from None
+    print(f"answer:  {said}\npage:    {given.html}")
 
 
 def _write_page(
