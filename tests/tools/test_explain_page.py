@@ -16,6 +16,8 @@ from tests.tools.test_explain import (  # noqa: F401
     _explained,
     model,
 )
+from vllm_kvretrieval.command import main
+from vllm_kvretrieval.explain.live import explain_request
 from vllm_kvretrieval.explain.page import PASSAGES, STEPS, Passages, Row, Step, write_page
 
 HOSTILE = "</script><script>document.title='no'</script><b>&amp;"
@@ -81,3 +83,77 @@ def test_text_stays_text(tmp_path):
 def test_passages_are_those_between_borders():
     passages = Passages.of([0, 2, 5], lambda begin, end: f"{begin}-{end}")
     assert passages == Passages([0, 2], 5, ["0-2", "2-5"])
+
+
+class Told:
+    """Answers as a server with sources does, by path; a word is a token, a page has four."""
+
+    def __init__(self, **changed):
+        self.url = "http://server"
+        self.asked = []
+        self.changed = changed
+
+    def ask(self, path, body=None, timeout=0):
+        self.asked.append((path, body))
+        name = path.split("/")[-1]
+        if name in self.changed:
+            return self.changed[name]
+        words = [f"w{n}" for n in range(10)]
+        found = {
+            "options": {"budget": 512},
+            "tokenize": {"tokens": list(range(10))},
+            "completions": {"id": "cmpl-1", "choices": [{"text": HOSTILE}]},
+            "cmpl-1": {
+                "page_size": 4,
+                "tokens": 12,
+                "steps": 3,
+                "groups": [[1, 2], [3, 5]],
+                "weights": [[0.5, 0, 0.25], [0.1]],
+            },
+            "detokenize": {"prompt": " ".join(words[n] for n in (body or {}).get("tokens", ()))},
+        }[name]
+        return 200, json.dumps(found)
+
+
+def test_an_answer_of_a_server(tmp_path):
+    server, file = Told(), tmp_path / "page.html"
+    assert explain_request(server, "M", "t.txt", "text", 8, file) == HOSTILE
+    (completion,) = (body for path, body in server.asked if path.endswith("completions"))
+    assert completion["vllm_xargs"] == {"kv_retrieval_sources": True}
+    assert (completion["max_tokens"], completion["prompt"]) == (8, list(range(10)))
+    data = data_of(file.read_text())
+    assert data["texts"] == ["w0 w1 w2 w3", "w4 w5 w6 w7", "w8 w9"]
+    assert [row["name"] for row in data["rows"]] == ["layers 1 to 2", "layers 3 to 5"]
+    assert [row["steps"][0]["weights"] for row in data["rows"]] == [[0.5, 0, 0.25], [0.1, 0, 0]]
+    assert data["facts"] == f"The answer: {HOSTILE}"
+    assert data["steps"] == ["the mean of 3 steps"]
+
+
+NOTHING = json.dumps({"page_size": 4, "steps": 0, "tokens": 9, "groups": [], "weights": []})
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (
+            {"options": (404, "no")},
+            "does not tell what answers attend to; one that is started with",
+        ),
+        ({"completions": (400, "too long")}, "/v1/completions answers 400: too long"),
+        ({"tokenize": (200, "[")}, "/tokenize answers 200"),
+        ({"cmpl-1": (404, "it is too long ago")}, "it is too long ago"),
+        ({"cmpl-1": (200, NOTHING)}, "the server has noted nothing"),
+    ],
+)
+def test_servers_that_do_not_tell(tmp_path, changed, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        explain_request(Told(**changed), "M", "t.txt", "text", 8, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_options_of_a_request(model, capfd, tmp_path):  # noqa: F811
+    command = ["explain", "M", str(model.text), "--url=http://127.0.0.1:1"]
+    assert main(command) == 1
+    assert "name its file by --html" in capfd.readouterr().err
+    assert main([*command, f"--html={tmp_path / 'page.html'}"]) == 1
+    assert "no server answers at http://127.0.0.1:1" in capfd.readouterr().err
