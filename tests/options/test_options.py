@@ -8,7 +8,8 @@ import pytest
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import markdown
-from vllm_kvretrieval.options.request import REQUEST, RequestOptions
+from vllm_kvretrieval.options.of_requests import REQUEST
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.families import (
     DroppingMethod,
@@ -49,6 +50,8 @@ VALUES: dict[str, Any] = {
     "max_budget": 4096,
     "memory_fraction": 0.5,
     "allow_exact": False,
+    "sources": True,
+    "client_options": ["budget"],
     "reuse": "exact",
     "attention": "own",
     "home": "disk",

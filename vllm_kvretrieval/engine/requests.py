@@ -9,6 +9,7 @@ import torch
 
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options, write_options
+from vllm_kvretrieval.engine.sources import Sources
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.methods.page_chunks import PromptReads
@@ -104,6 +105,7 @@ class RequestTable:
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
         loaded: Pages that a KV connector fills; None: there is no connector.
+        sources: What answers attend to, of requests that ask; None: none may.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class RequestTable:
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
+        self.sources: Sources | None = None
 
     def __len__(self) -> int:
         return len(self._seat_of)
@@ -238,6 +241,8 @@ class RequestTable:
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
         """The context and the counts of the request in a seat. Resets the counts of the seat."""
+        if self.sources is not None:
+            self.sources.leave(seat)
         if self.kept is not None:
             self.kept.leave(seat)
         counts = self._counts([seat])
@@ -397,6 +402,8 @@ class RequestTable:
         note = self.notes[req_id]
         options = read_options(req_id, note.extra_args, self._reader)
         self.ends[seat] = note.tokens
+        if self.sources is not None:
+            self.sources.sit(seat, req_id, options.sources)
         if self.config.memory_fraction is not None and not options.own_budget:
             tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
             options = replace(options, budget=self.config.page_budget(tokens, options.method))

@@ -214,7 +214,8 @@ def _read(llm: "LLM", documents: Mapping[str, list[int]], salt: str | None) -> N
 
     config = RetrievalConfig.from_vllm(llm.llm_engine.vllm_config)
     assert config is not None
-    extra_args = {CONFIG_KEY: {"exact": True}} if config.allow_exact else None
+    exact = config.allow_exact and config.lets_set("exact")
+    extra_args = {CONFIG_KEY: {"exact": True}} if exact else None
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=extra_args)
     total = sum(map(len, documents.values()))
     with tqdm(total=total, unit="token", unit_scale=True) as bar:

@@ -10,7 +10,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvretrieval.attention.cpu.plans import Full, Pages, RetrievalMetadata, Split, Whole
+from vllm_kvretrieval.attention.cpu.plans import (
+    Full,
+    Observed,
+    Pages,
+    RetrievalMetadata,
+    Split,
+    Whole,
+)
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner
@@ -110,6 +117,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             none = np.arange(0)
             metadata.split = Split(none, [], Whole(None, everything), [])
         assert metadata.split is not None or self.storage.in_place, "nobody reads it"
+        if requests.sources is not None and self.storage.in_place:
+            metadata.observed = self._observed(requests, dense, metadata.split)
         contexts = self._contexts(requests, dense, lens, before, metadata.split)
         metadata.reads = self.storage.plan(contexts)
         if requests.arrived and self.storage.at_hand:
@@ -126,6 +135,26 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if count < len(dense.seq_lens):
             prompts = self.planner.in_cache(dense, slice(count, len(dense.seq_lens)))
         return Full(rows, prompts)
+
+    def _observed(
+        self, requests: "RequestTable", dense: CPUAttentionMetadata, split: Split | None
+    ) -> Observed | None:
+        """Rows that decode over whole contexts, and whose requests ask what they attend to."""
+        assert requests.sources is not None
+        count = _leading(dense.query_start_loc)
+        seats = requests.seats[:count]
+        decodes = requests.decodes(seats, dense.seq_lens.numpy()[:count])
+        rows = requests.sources.asking(seats)
+        rows = rows[decodes[rows]]
+        for plan in () if split is None else split.decode:
+            planned = np.arange(len(plan.rows)) if plan.index is None else plan.index.numpy()
+            rows = np.setdiff1d(rows, planned)
+        if not len(rows):
+            return None
+        index = torch.from_numpy(rows)
+        table, lens = dense.block_table[index], dense.seq_lens[index]
+        lists = self._all_pages(lens, table)
+        return Observed(index, torch.from_numpy(seats[rows]), table, lens, lists)
 
     def _contexts(
         self,

@@ -120,6 +120,25 @@ class Pages(NamedTuple):
 
 
 @dataclass
+class Observed:
+    """Rows of one token that attend to whole contexts, and whose requests ask what they attend to.
+
+    Attributes:
+        index: int64 [rows]; their places in the batch.
+        seats: int32 [rows].
+        block_table: int32 [rows, >= pages].
+        seq_lens: int32 [rows].
+        lists: All pages of their contexts.
+    """
+
+    index: torch.Tensor
+    seats: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    lists: TokenLists
+
+
+@dataclass
 class RetrievalMetadata(CPUAttentionMetadata):
     """vLLM's metadata of the whole batch, for dense layers and contexts within budget.
 
@@ -130,6 +149,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
         seen: What methods note of the step, by their numbers.
+        observed: Rows whose attention to whole contexts is noted; None: there are none.
     """
 
     full: Full | None = None
@@ -137,3 +157,4 @@ class RetrievalMetadata(CPUAttentionMetadata):
     reads: Any = None
     loaded: Pages | None = None
     seen: dict[int, Any] = field(default_factory=dict)
+    observed: Observed | None = None

@@ -29,6 +29,7 @@ from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
+from vllm_kvretrieval.engine.sources import LayerSources, Sources
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
@@ -178,6 +179,11 @@ class RetrievalCPUWorker(CPUWorker):
         lacks = {} if isas <= cpu.LAYOUTS.keys() else UNKNOWN_KEYS.lacks
         lacks = {**lacks, **(CAPPED_LOGITS.lacks if capped else {})}
         self.requests.plain = [known for known in SEAT_FIELDS if known.need in lacks]
+        if config.sources:
+            size = config.page_size
+            numbers = [planner.layer_numbers[name] for name in planner.retrieval_heads]
+            pages = -(-self.model_config.max_model_len // size)
+            self.requests.sources = Sources(size, numbers, pages)
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.choosers = Choosers(planner, self.requests)
         for group in groups:
@@ -279,6 +285,8 @@ class RetrievalCPUWorker(CPUWorker):
         )
         impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
+        if self.requests.sources is not None:
+            impl.sources = LayerSources(self.requests.sources, number)
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
         """Let layers know of each other."""
@@ -409,6 +417,15 @@ class RetrievalCPUWorker(CPUWorker):
             f"slots_used/{self.rank}": usage.used,
             f"slots/{self.rank}": usage.slots,
         }
+
+    def retrieval_sources(self, request_id: str) -> dict[str, Any] | None:
+        """What the answer of a request has attended to; see :meth:`Sources.told`.
+
+        vLLM's front end calls it by name.
+        """
+        assert self.requests is not None
+        sources = self.requests.sources
+        return None if sources is None else sources.told(request_id)
 
     def _copy_index(self, copies: Any) -> None:
         """Copy index entries with the blocks that vLLM copies on write."""
