@@ -23,6 +23,10 @@ SHOWN = 2
 """Objects of the answer that the prompt ends with, so that small models know its form."""
 
 _CITIES = "Berlin Cairo Dublin Geneva Havana Lagos Lima Lisbon Madrid Oslo Paris Quito Rome".split()
+ANSWERED = 32
+"""Objects of an answer that is forced: from everywhere, in random order, since hundreds take long.
+Their names are given then, and their values are asked for."""
+
 _SHORT = 240
 """Characters of a paragraph between two facts, at most."""
 
@@ -65,14 +69,16 @@ def _example(
         before, objects = write(count)
         lines = list(map(json.dumps, objects))
         lead, rest = (",\n".join(part) for part in (lines[:SHOWN], lines[SHOWN:]))
+        places = range(SHOWN, count)
+        mixed = random.Random(f"{task} {count}").sample(places, min(ANSWERED, len(places)))
         example = Example(
             task,
             f"{before}[\n{lead},\n",
             tuple(lines[SHOWN:]),
             len(tokens(rest)) + _ROOM,
             "json",
-            rest,
-            tuple(_values(objects[SHOWN:])),
+            ",\n".join(lines[place] for place in mixed),
+            tuple(_values([objects[place] for place in mixed])),
         )
         if len(tokens(example.input)) + example.tokens > context:
             break

@@ -112,9 +112,15 @@ def test_intensive_examples_need_their_prompts(task):
     for example in (*short, *long):
         fits = len(tokens(example.input)) + example.tokens
         assert fits <= (400 if example in short else 1200)
-        assert scoring.match_json(example.answer, example.outputs) == 1
-        half = example.answer[: len(example.answer) // 2]
-        assert 0.3 < scoring.match_json(half, example.outputs) < 0.6
+        whole, half = list(example.outputs), example.outputs[: len(example.outputs) // 2]
+        assert scoring.match_json(",\n".join(whole), example.outputs) == 1
+        assert 0.3 < scoring.match_json(",".join(half), example.outputs) < 0.6
+        forced = min(len(whole), intensive.ANSWERED)
+        share = scoring.match_json(example.answer, example.outputs)
+        assert share == pytest.approx(forced / len(whole))
+        if forced < len(whole):
+            places = sorted(map(whole.index, example.answer.split(",\n")))
+            assert places[0] < len(whole) / 4 < 3 * len(whole) / 4 < places[-1]
         table = example.input[: example.input.index("in JSON:")]
         for value in example.values:
             assert value.strip('"') in table

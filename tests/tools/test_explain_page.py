@@ -103,12 +103,13 @@ class Told:
             "options": {"budget": 512},
             "tokenize": {"tokens": list(range(10))},
             "completions": {"id": "cmpl-1", "choices": [{"text": HOSTILE}]},
-            "cmpl-1": {
+            "cmpl-1-0": {
                 "page_size": 4,
                 "tokens": 12,
                 "steps": 3,
                 "groups": [[1, 2], [3, 5]],
                 "weights": [[0.5, 0, 0.25], [0.1]],
+                "peaks": [[0.5, 0.1, 0.75], [0.4]],
             },
             "detokenize": {"prompt": " ".join(words[n] for n in (body or {}).get("tokens", ()))},
         }[name]
@@ -125,11 +126,14 @@ def test_an_answer_of_a_server(tmp_path):
     assert data["texts"] == ["w0 w1 w2 w3", "w4 w5 w6 w7", "w8 w9"]
     assert [row["name"] for row in data["rows"]] == ["layers 1 to 2", "layers 3 to 5"]
     assert [row["steps"][0]["weights"] for row in data["rows"]] == [[0.5, 0, 0.25], [0.1, 0, 0]]
+    assert data["rows"][0]["steps"][1]["weights"] == [0.5, 0.1, 0.75]
     assert data["facts"] == f"The answer: {HOSTILE}"
-    assert data["steps"] == ["the mean of 3 steps"]
+    assert data["steps"] == ["the mean of 3 steps", "the highest step of each page"]
 
 
-NOTHING = json.dumps({"page_size": 4, "steps": 0, "tokens": 9, "groups": [], "weights": []})
+NOTHING = json.dumps(
+    {"page_size": 4, "steps": 0, "tokens": 9, "groups": [], "weights": [], "peaks": []}
+)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +145,8 @@ NOTHING = json.dumps({"page_size": 4, "steps": 0, "tokens": 9, "groups": [], "we
         ),
         ({"completions": (400, "too long")}, "/v1/completions answers 400: too long"),
         ({"tokenize": (200, "[")}, "/tokenize answers 200"),
-        ({"cmpl-1": (404, "it is too long ago")}, "it is too long ago"),
-        ({"cmpl-1": (200, NOTHING)}, "the server has noted nothing"),
+        ({"cmpl-1-0": (404, "it is too long ago")}, "it is too long ago"),
+        ({"cmpl-1-0": (200, NOTHING)}, "the server has noted nothing"),
     ],
 )
 def test_servers_that_do_not_tell(tmp_path, changed, why):

@@ -53,7 +53,7 @@ def explain_request(
             "vllm_xargs": {"kv_retrieval_sources": True},
         },
     )
-    told = _asked(client, f"/v1/kv_retrieval/sources/{answer['id']}", None)
+    told = _asked(client, f"/v1/kv_retrieval/sources/{answer['id']}-0", None)
     size, said = int(told["page_size"]), str(answer["choices"][0]["text"])
     pages = -(-len(tokens) // size)
     starts = borders(pages, PASSAGES)
@@ -64,8 +64,10 @@ def explain_request(
         return str(_asked(client, "/detokenize", part)["prompt"])
 
     rows = [
-        Row(f"layers {first} to {last}", [Step(_of_passages(weights, starts))])
-        for (first, last), weights in zip(told["groups"], told["weights"], strict=True)
+        Row(f"layers {first} to {last}", [Step(_of_passages(each, starts)) for each in of_group])
+        for (first, last), *of_group in zip(
+            told["groups"], told["weights"], told["peaks"], strict=True
+        )
     ]
     if not rows:
         raise ValueError(
@@ -77,7 +79,7 @@ def explain_request(
         f"The answer: {said}",
         Passages.of(ends, text_of),
         rows,
-        [f"the mean of {int(told['steps'])} steps"],
+        [f"the mean of {int(told['steps'])} steps", "the highest step of each page"],
         "attended to",
     )
     return said

@@ -46,7 +46,7 @@ TURN_TOKENS = 48
 ALIKE = 8
 """Passages of a document whose headings are alike."""
 
-ANSWER_TOKENS = 2048
+ANSWER_TOKENS = 512
 """Tokens of an example's right answer that are forced, at most."""
 
 
