@@ -1,6 +1,7 @@
 """The rule in ``examples/credit``: what it chooses, and that programs take it. No engine runs."""
 
 import json
+from typing import Any
 
 import pytest
 import tomllib
@@ -12,7 +13,7 @@ from benchmarks.quality.outside import code_of
 from tests.benchmarks.test_ruler_runs import engine  # noqa: F401
 from tests.support.outside import install, installed
 from tests.tools.test_explain import BUDGET, _explained, model, positions  # noqa: F401
-from vllm_kvretrieval.extend import RuleState
+from vllm_kvretrieval.extend import Rule, RuleState
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.presets import preset_names
 
@@ -46,7 +47,9 @@ def test_a_page_that_was_needed_stays_for_a_while():
     keys[5, 0] = torch.tensor([0.0, 1.0])
     first, other = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.9, 1.0]])
     for method, kept in ((own, [2, 2, 2, 5]), (off, [2, 5, 5, 5])):
-        memory, found = {}, []
+        assert isinstance(method.index, Rule)
+        memory: dict[str, Any] = {}
+        found: list[int] = []
         for query in (first, other, other, other * 30):
             state = RuleState(1, 7, 1, 1.0, None, None, memory)
             found += method.index.choose(query, {"keys": keys}, state).tolist()

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.quality import __main__ as driver
@@ -25,14 +26,13 @@ def test_rulers_own_lines_are_examples(tmp_path):
 
 def test_lines_name_task_length_and_score(tmp_path):
     path = tmp_path / "mine.jsonl"
-    asks = {"task": "boxes", "tokens": 9, "match": "json", "answer": '{"a": 1}, {"b": 2}'}
+    answer = '{"a": 1}, {"b": 2}'
+    asks = {"task": "boxes", "tokens": 9, "match": "json", "answer": answer}
     lines = [GOOD, {"input": "x", "outputs": ['{"a": 1}', '{"b": 2}'], **asks}]
     path.write_text("\ufeff" + "\n\n".join(map(json.dumps, lines)))
     found = read_examples(path)
     assert list(found) == ["mine", "boxes"]
-    assert found["boxes"] == [
-        Example("boxes", "x", ('{"a": 1}', '{"b": 2}'), 9, "json", asks["answer"])
-    ]
+    assert found["boxes"] == [Example("boxes", "x", ('{"a": 1}', '{"b": 2}'), 9, "json", answer)]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_values_are_right_where_each_token_is():
         forced.answer(text, Example("t", "ab", (), answer="4"))
 
     count = len(sample.scored)
-    ids = metrics.np.zeros((count, 2), dtype=int)
-    top = metrics.np.log(metrics.np.tile([0.6, 0.4], (count, 1)))
+    ids = np.zeros((count, 2), dtype=int)
+    top = np.log(np.tile([0.6, 0.4], (count, 1)))
     target = top[:, 0].copy()
     scored = metrics.Scored(target, ids, top)
     assert metrics.right(scored, sample.parts) == 1
-    target[sample.parts[1][1] - 2] = metrics.np.log(0.4)  # the token before the last
+    target[sample.parts[1][1] - 2] = np.log(0.4)  # the token before the last
     assert metrics.right(scored, sample.parts) == 0.5
 
 

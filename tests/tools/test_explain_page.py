@@ -17,6 +17,7 @@ from tests.tools.test_explain import (  # noqa: F401
     model,
 )
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.doctor.server import Client
 from vllm_kvretrieval.explain.live import explain_request
 from vllm_kvretrieval.explain.page import PASSAGES, STEPS, Passages, Row, Step, write_page
 
@@ -85,11 +86,11 @@ def test_passages_are_those_between_borders():
     assert passages == Passages([0, 2], 5, ["0-2", "2-5"])
 
 
-class Told:
+class Told(Client):
     """Answers as a server with sources does, by path; a word is a token, a page has four."""
 
     def __init__(self, **changed):
-        self.url = "http://server"
+        super().__init__("http://server")
         self.asked = []
         self.changed = changed
 
