@@ -171,6 +171,7 @@ class Benchmark:
                 for cell, results in zip(cells, answered, strict=True):
                     figures = {
                         **_label(job, cell.variant.name, cell.budget),
+                        "apart": "method" in cell.variant.engine,
                         "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
                         **scoring.index_bytes(cell.variant, model),
                         "corrected_share": share if cell.variant.speculates else None,

@@ -254,6 +254,7 @@ class Benchmark:
             "score": 100 * statistics.fmean(answers.scores),
             "scores": [round(100 * score, 2) for score in answers.scores],
             "of_samples": job.key,
+            "apart": "method" in self._group.options,
             "tokens": answers.tokens,
             "prefilled": answers.prefilled,
             "seconds": round(watch.seconds, 1),

@@ -106,6 +106,9 @@ class Table:
     tasks: Sequence[str]
     rows: Sequence[Row]
 
+    apart: bool
+    """Whether each variant has had an engine of its own, with its own pages and dense layers."""
+
 
 def tables(
     cells: Iterable[Cell], against: str = FULL, measures: Sequence[Measure] = MEASURES
@@ -153,7 +156,8 @@ def _table(model: str, measure: Measure, cells: Sequence[Cell], against: str) ->
     order = list(dict.fromkeys(name for name, _ in rows))
     keys = sorted(rows, key=lambda key: (key[0] != FULL, order.index(key[0]), _tokens(key[1])))
     made = [_row(key, rows[key], theirs, counting, measure) for key in keys]
-    return Table(model, measure, against, tasks, made)
+    apart = all(cell.get("apart") for cell in cells if cell["variant"] != FULL)
+    return Table(model, measure, against, tasks, made, apart)
 
 
 def all_have(rows: Iterable[Mapping[str, Cell]], task: str, theirs: Mapping[str, Cell]) -> bool:
@@ -234,9 +238,10 @@ def _body(table: Table) -> list[list[str]]:
 def _about(table: Table) -> str:
     counts = sorted({samples for row in table.rows for _, _, samples in row.tasks.values()})
     samples = "-".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
+    engines = "an engine for each" if table.apart else "pages and dense layers shared by several"
     return (
         f"{table.model}: {table.measure.meaning}; {samples} samples a task; in brackets "
-        f"{LEVEL:.0%} confidence"
+        f"{LEVEL:.0%} confidence; {engines}"
     )
 
 

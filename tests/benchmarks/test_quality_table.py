@@ -102,7 +102,9 @@ def test_forms(tmp_path, capsys):
     )
     tex = files[2].read_text()
     assert r"my\_rule & 512 & 70.3 & 20.3" in tex
-    assert r"95\% confidence" in tex
+    assert r"95\% confidence; pages and dense layers shared by several" in tex
+    apart = [{**each, "apart": each["variant"] != "full"} for each in CELLS]
+    assert "an engine for each" in table.as_markdown(table.tables(apart))
     assert tex.count(r"\begin{tabular}{llrrrr}") == 1
 
     first.write_text("[]")
