@@ -350,7 +350,10 @@ def run(options: argparse.Namespace) -> int:
     if options.variants is None:
         compared = variants.chosen(options.quick, options.also, options.alone)
     else:
-        compared = variants.named(options.variants, options.apart)
+        try:
+            compared = variants.named(options.variants, options.apart)
+        except ValueError as error:
+            options.usage_error(str(error))
     _check_budgets(options, compared, budgets)
     benchmark = Benchmark(results, references, budgets, compared)
     for model in dict.fromkeys(task.model for task in tasks):
