@@ -1,7 +1,7 @@
 """One table of several result files, with confidence intervals: Markdown, CSV or LaTeX.
 
     python -m benchmarks.quality table benchmarks/results/ruler-apart.json
-    python -m benchmarks.quality table FILE.json OTHER.json --against kvretrieval:512 --table t.tex
+    python -m benchmarks.quality table FILE.json OTHER.json --against kvretrieval:512 --output t.tex
 
 Of each variant and budget the table has the mean of every task, the mean of these, and its
 difference from full attention, with what has a confidence of 95 % (see `intervals`). The difference
@@ -321,9 +321,9 @@ def _file(text: str) -> Path:
     return path
 
 
-def add_tables(parser: argparse.ArgumentParser) -> None:
-    """Add ``--table``, the files to be written."""
-    parser.add_argument("--table", type=_file, nargs="+", default=[], metavar="FILE",
+def add_tables(parser: argparse.ArgumentParser, name: str = "--table") -> None:
+    """Add ``--table``, or another name of the files to be written."""
+    parser.add_argument(name, type=_file, nargs="+", default=[], metavar="FILE",
         help="to write results to, with confidence intervals: NAME.md, .csv or .tex")  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [measure.name for measure in MEASURES]
     add("--measure", nargs="+", choices=names, default=names, metavar="NAME",
         help=f"of {', '.join(names)}")  # fmt: skip
-    add_tables(parser)
+    add_tables(parser, "--output")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -378,7 +378,7 @@ def run(options: argparse.Namespace) -> int:
     measures = [measure for measure in MEASURES if measure.name in options.measure]
     found = tables(read_cells(options.files), options.against, measures)
     print(as_markdown(found))
-    for path in options.table:
+    for path in options.output:
         write_text(path, WRITERS[path.suffix](found))
-        print(f"table: {path}")
+        print(f"table:   {path}")
     return 0

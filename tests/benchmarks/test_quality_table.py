@@ -92,7 +92,7 @@ def test_forms(tmp_path, capsys):
     again = [CELLS[0], cell("my_rule", 512, [1.0, 2.0, 3.0])]
     second.write_text(json.dumps({"cells": {str(n): each for n, each in enumerate(again)}}))
     files = [tmp_path / f"t.{end}" for end in ("md", "csv", "tex")]
-    command = ["table", str(first), str(second), "--table", *map(str, files)]
+    command = ["table", str(first), str(second), "--output", *map(str, files)]
     assert driver.main(command) == 0
     assert rows(capsys.readouterr().out)["my_rule (b)", "512"][0] == "2.0"
     of_file = list(csv.DictReader(files[1].open()))
