@@ -49,7 +49,6 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "decode": prompts.decode,
     "disk": places.disk,
     "first": steps.first,
-    "intervals": quality.intervals,
     "key_ranks": quality.key_ranks,
     "launches": gpu.launches,
     "layers": prompts.layers,

@@ -6,7 +6,6 @@ from typing import Any
 
 from benchmarks.quality.ruler_tasks import report
 from benchmarks.quality.ruler_tasks.catalogue import TASKS as RULER
-from benchmarks.quality.table import MEASURES, as_markdown, tables
 from benchmarks.tables.labels import TASKS, VARIANTS
 from benchmarks.tables.markdown import Options, Results, listed, markdown, percent, significant
 
@@ -100,13 +99,6 @@ def ruler(results: Results, options: Options) -> str:
         f"mean score of {len(report.counted(RULER, cells))} tasks ({full:.1f} with full attention)"
     )
     return markdown([header, *(f"budget {budget}" for budget in budgets)], rows)
-
-
-def intervals(results: Results, options: Options) -> str:
-    """Means with confidence intervals by ``measure``, compared with ``against``."""
-    cells = [cell for store in results.values() for cell in store["cells"].values()]
-    measures = [each for each in MEASURES if each.name == options["measure"]]
-    return as_markdown(tables(cells, options.get("against", FULL), measures))
 
 
 def recall(results: Results, options: Options) -> str:
