@@ -413,6 +413,28 @@ def test_what_answers_attended_to_is_told_to_those_who_asked(server):
         assert client.ask(f"/v1/kv_retrieval/sources/{other}")[0] == 404
 
 
+def test_page_of_a_request(server, tmp_path, capsys):
+    """``vllm-kvretrieval explain --url``: an answer's passages in one file."""
+    path, page = tmp_path / "text.txt", tmp_path / "page.html"
+    path.write_text(PROMPT)
+    model = json.loads(Client(server.url).ask("/v1/models")[1])["data"][0]["id"]
+    options = ("--url", server.url, "--answer-tokens", "12", "--html", str(page))
+    assert main(["explain", model, str(path), *options]) == 0
+    assert KEY in capsys.readouterr().out
+    (text,) = re.findall(r'id="data">(.*?)</script>', page.read_text())
+    shown = json.loads(text)
+    assert KEY in shown["facts"]
+    assert "".join(shown["texts"]).endswith(PROMPT[-40:])
+    assert len(shown["rows"]) == 4
+    best = max(
+        (weight, number)
+        for row in shown["rows"][1:]
+        for number, weight in enumerate(row["steps"][0]["weights"])
+        if KEY in shown["texts"][number]
+    )
+    assert best[0] > 0.05, "the passage with the key is attended to"
+
+
 HOSTILE = '<script>bad = 1</script><img src="x" onerror="bad = 1">\n'
 
 
