@@ -67,7 +67,8 @@ class Variant:
     @property
     def started(self) -> dict[str, Any]:
         """What its engine is opened with: :attr:`options_of_engine`, and its weights."""
-        return self.options_of_engine | ({"quantization": self.quantization} if self.quantization else {})
+        weights = {"quantization": self.quantization} if self.quantization else {}
+        return self.options_of_engine | weights
 
     @property
     def also(self) -> dict[str, Any]:
