@@ -1,6 +1,7 @@
 """The table of running requests: their seats, options and counts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -285,6 +286,30 @@ class RequestTable:
         self.in_step = False
         if self.kept is not None:
             self.kept.end_step()
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Between two steps of the engine: steps in which requests draft for themselves.
+
+        Each begins by :meth:`set_drafting`. Requests select in them that attend to everything in
+        the engine's steps. What they read is counted, and their contexts are as before in the end.
+        """
+        rows, foreseen, arrived, batch = self._rows, self.foreseen, self.arrived, self.batch
+        exact, contexts = self.records["exact"].copy(), self._context.copy()
+        self._book_foreseen()
+        self.foreseen, self.arrived, self.in_step = ForeseenSteps(), frozenset(), True
+        self.records["exact"] = False
+        try:
+            yield
+        finally:
+            self._rows, self.foreseen, self.arrived, self.in_step = rows, foreseen, arrived, False
+            self.batch, self._batch_seats = batch, None
+            self.records["exact"], self._context[:] = exact, contexts
+
+    def set_drafting(self, batch: Sequence[str]) -> None:
+        """Begin a step of :meth:`drafting`, of requests that have seats."""
+        self._rows, self.foreseen = lambda _: batch, ForeseenSteps()
+        self.batch, self._batch_seats = batch, None
 
     def _book_foreseen(self) -> None:
         """Book the foreseen steps that have passed; the next step is none of them."""

@@ -37,6 +37,15 @@ class DraftedRecords:
         # Position of the first draft of a seat's last step; 0: it had none.
         self._first = requests.per_seat()
 
+    def note(self, seats: np.ndarray, positions: np.ndarray) -> None:
+        """Note tokens from certain positions on that were written between two steps.
+
+        Args:
+            seats: The seats of their requests.
+            positions: int [n]; above 0.
+        """
+        self._first[seats] = positions
+
     def plan(
         self, lens: np.ndarray, before: np.ndarray, block_table: torch.Tensor
     ) -> DraftedPages | None:

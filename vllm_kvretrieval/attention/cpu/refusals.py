@@ -13,6 +13,7 @@ from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.quantization.refusals import check_weights
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.layers import has_windows
 
@@ -97,6 +98,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_store(vllm_config, config)
     fit_blocks(vllm_config, config)
     refusals.check_engine(vllm_config, config)
+    check_weights(vllm_config)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
