@@ -4,9 +4,9 @@
 
 Full attention continues a novel; its tokens are the drafts of a method, which verifies them. Rows
 share the selection of the first row's query (what the engine does; with its remainder, or without
-one in other rows) or of the mean of all rows' queries, or decode one by one and each select for themselves. For each draft: how often the method
-accepts it, and the KL divergence of its distribution from full attention's, over the latter's 20
-likeliest tokens.
+one in other rows), or that of the mean of all rows' queries, or decode one by one, and each selects
+for itself. For each draft: how often the method accepts it, and the KL divergence of its
+distribution from full attention's, over the latter's 20 likeliest tokens.
 """
 
 from __future__ import annotations
