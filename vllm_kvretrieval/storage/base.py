@@ -40,7 +40,8 @@ class Source(Protocol):
             lists: Their tokens, numbered as in the KV cache; over the rows' lists.
 
         Returns:
-            Parts of one softmax. A list may be empty in some of them, but not in all.
+            Parts of one softmax. A list may be empty in some of them, but not in all. Rows with
+            drafts have a single part.
         """
         ...
 
