@@ -162,8 +162,7 @@ ENGINES = {
             "additional_config": {"kv_retrieval": {"sources": True}},
         },
         "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
-        "--speculative-config verify several; leave sources out, or leave --speculative-config "
-        "out.",
+        "--speculative-config verify several; leave one out.",
     ),
     "drafts of methods that drop tokens": (
         {
