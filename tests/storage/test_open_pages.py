@@ -69,6 +69,7 @@ def test_all_layers_encode_what_leaves(tmp_path):
         storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
         step = StepContexts(
             requests=["a"],
+            seats=np.array([0]),
             before=np.array([before]),
             lens=np.array([before + SIZE]),
             certain=np.array([before + SIZE]),

@@ -120,6 +120,7 @@ class StepContexts:
 
     Attributes:
         requests: Ids, in batch order.
+        seats: int [R]; their seats.
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
         certain: int [R]; the same without drafts, which the step may reject.
@@ -131,6 +132,7 @@ class StepContexts:
     """
 
     requests: Sequence[str]
+    seats: np.ndarray
     before: np.ndarray
     lens: np.ndarray
     certain: np.ndarray

@@ -175,11 +175,13 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                 whole = split.prompts
                 if split.whole is not None:
                     whole = np.concatenate([split.whole.places, whole])
+        seats = requests.seats[: len(lens)]
         return StepContexts(
             requests=requests.batch[: len(lens)],
+            seats=seats,
             before=before,
             lens=lens,
-            certain=requests.certain(requests.seats[: len(lens)], before, lens),
+            certain=requests.certain(seats, before, lens),
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,
