@@ -86,8 +86,8 @@ def test_pages_with_drafts_stay_open():
     tier, table = OpenPages(SIZE, 0), np.array([[7, 8, 9, 5]])
 
     def closing(before, certain, after):
-        arrays = (np.array([tokens]) for tokens in (before, after, certain))
-        return tier.advance(["a"], *arrays, table)
+        start, end, stay = (np.array([tokens]) for tokens in (before, after, certain))
+        return tier.advance(["a"], start, end, stay, table)
 
     assert closing(0, 3, 3) == []
     assert closing(3, 4, 9) == [7]  # drafts fill a page, and begin another

@@ -37,13 +37,14 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     # vLLM moves requests that decode a single token to the front of the batch.
     reorder_batch_threshold = 1
 
+    drafts: DraftedRecords | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
         self.storage: Storage = Memory()
         self.own = False
-        self.drafts: DraftedRecords | None = None
 
     def attach(
         self,
