@@ -2,7 +2,7 @@
 
 from benchmarks.tables.markdown import Options, Results
 from vllm_kvretrieval.options.help import markdown
-from vllm_kvretrieval.options.request import REQUEST
+from vllm_kvretrieval.options.of_requests import REQUEST
 from vllm_kvretrieval.options.table import OPTIONS
 
 

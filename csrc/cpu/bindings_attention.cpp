@@ -17,6 +17,21 @@ void bind_attention(nb::module_& m) {
       nb::arg("inputs"), nb::arg("outputs"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "multiply_quantised",
+      [](uintptr_t x, uintptr_t weights, uintptr_t scales, uintptr_t groups, uintptr_t bias,
+         uintptr_t out, int64_t tokens, int64_t inputs, int64_t outputs, int bits, int group,
+         int dtype) {
+        active->multiply_quantised({static_cast<kvr::DType>(dtype), at<void>(x), at<int8_t>(weights),
+                                    at<float>(scales), at<void>(groups), at<void>(bias), at<void>(out),
+                                    tokens, inputs, outputs, bits, group});
+      },
+      nb::kw_only(), nb::arg("x"), nb::arg("weights"), nb::arg("scales"), nb::arg("groups"),
+      nb::arg("bias"), nb::arg("out"), nb::arg("tokens"), nb::arg("inputs"), nb::arg("outputs"),
+      nb::arg("bits"), nb::arg("group"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
+  m.attr("PANEL") = kvr::QuantisedLayer::kPanel;
+  m.attr("BLOCK") = kvr::QuantisedLayer::kBlock;
+
+  m.def(
       "stage_pages",
       [](uintptr_t source, int64_t source_pages, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int64_t blocks, int32_t pages_per_block, int32_t kv_heads, int32_t page_size,

@@ -325,6 +325,26 @@ struct LinearLayer {
   int64_t tokens, inputs, outputs;
 };
 
+// out = x * weights^T + bias, of weights with 8 or 4 bits. A weight is
+// scales[output] * (groups[scale] * its number + groups[offset]).
+struct QuantisedLayer {
+  static constexpr int kPanel = 16;  // outputs that lie side by side; the last ones are padded
+  static constexpr int kBlock = 32;  // inputs that a token has a scale for; the last ones are padded
+
+  DType dtype;
+  const void* x;          // [tokens, inputs]
+  const int8_t* weights;  // 8 bits, with a sign: [panels, inputs / 4, kPanel, 4]; 4 bits, without:
+                          // [panels, inputs / 8, kPanel, 4], inputs i and i + 4 in a byte
+  const float* scales;    // [panels * kPanel]
+  const void* groups;     // float16 [panels, num_groups(), 2, kPanel], scales and offsets; or null
+  const void* bias;       // [outputs], or null
+  void* out;              // [tokens, outputs]
+  int64_t tokens, inputs, outputs;
+  int32_t bits, group;    // inputs of a group, a multiple of kBlock
+
+  int64_t num_groups() const { return (inputs + group - 1) / group; }
+};
+
 struct UnitCoding;  // codec.h
 
 // An index with kernels, as its line in KVR_INDEXES and its struct have it.
@@ -344,6 +364,7 @@ struct KernelTable {
   void (*attend_prompt)(const PromptAttention&);
   void (*select_context)(const ContextSelection&);
   void (*multiply)(const LinearLayer&);
+  void (*multiply_quantised)(const QuantisedLayer&);
   // These run on the calling thread alone.
   void (*encode_units)(const UnitCoding&);
   void (*decode_units)(const UnitCoding&);

@@ -37,6 +37,7 @@ void select_context(const ContextSelection&);  // filter.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 void multiply(const LinearLayer&);             // linear.cpp
+void multiply_quantised(const QuantisedLayer&);  // quantised.cpp
 
 }  // namespace KVR_SHARED
 
@@ -431,6 +432,7 @@ const KernelTable KVR_CONCAT(table_, KVR_ISA) = {
     KVR_STRING(KVR_ISA),       KVR_SHARED::update_index, KVR_ISA::plan_decode,
     KVR_SHARED::index_pages,   KVR_SHARED::read_keys,    KVR_ISA::attend,
     KVR_ISA::attend_prompt,    KVR_SHARED::select_context, KVR_SHARED::multiply,
-    KVR_SHARED::encode_units,  KVR_SHARED::decode_units, KVR_ISA::kIndexNames};
+    KVR_SHARED::multiply_quantised, KVR_SHARED::encode_units, KVR_SHARED::decode_units,
+    KVR_ISA::kIndexNames};
 
 }  // namespace kvr

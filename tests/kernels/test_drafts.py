@@ -1,7 +1,11 @@
 """Rows with draft tokens: each query as a row of its own, and no trace of what is rejected."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +18,14 @@ from tests.support.kernel_checks import (
     KERNELS,
     clone_rows,
     copy_of,
+    fresh_records,
     make_chooser,
     make_rows,
+    put_keys,
     specified,
 )
+from vllm_kvretrieval.attention.cpu.drafts import DraftedRecords
+from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.kernels import Remainder, TokenLists, cpu
 from vllm_kvretrieval.retrieval.index import make_index
 
@@ -215,3 +223,55 @@ def test_rejected_tokens_leave_recalled_ones(shared):
         length += 1 + accepted
     assert stale > 20
     assert misses > 20
+
+
+def test_records_that_grow_hold_no_rejected_keys():
+    """Before layers select, they hold the keys that are certain; full pages those of the text.
+
+    Against records of the same keys written one by one, over random drafts behind a prompt.
+    """
+    torch.manual_seed(0)
+    random, size, pages, prompt = np.random.default_rng(0), 32, 24, 37
+    chooser = make_chooser(pages, 1, 2, 3, 64, torch.bfloat16, parts=2)
+    drafted, alone = chooser.store, fresh_records(chooser.store)
+    requests: Any = SimpleNamespace(
+        seats=np.arange(1),
+        ends=np.array([prompt], dtype=np.int32),
+        per_seat=lambda: np.zeros(1, dtype=np.int32),
+    )
+    requests.certain = partial(RequestTable.certain, requests)
+    records, table = DraftedRecords(requests, size), torch.randperm(pages).int()[None]
+    text = torch.randn(pages * size, 2, 64).bfloat16()
+
+    def write(store, begin, keys):
+        positions = torch.arange(begin, begin + len(keys))
+        slots = table[0].long()[positions // size] * size + positions % size
+        if store is drafted:
+            put_keys(store, keys, slots)
+        cpu.update_index(keys, slots, store)
+
+    def assert_same(tokens):
+        entries = (table[0].long()[:, None] * 2 + torch.arange(2)).flatten()[: -(-tokens // 16)]
+        assert torch.equal(drafted.records[entries], alone.records[entries])
+
+    length, rejected = 0, 0
+    while length < len(text) - 40:
+        reads = length < prompt
+        certain = min(length + 20, prompt) if reads else length + 1
+        drafts = 0 if reads else int(random.integers(0, 8))
+        accepted = int(random.integers(0, drafts + 1))
+        rejected += accepted < drafts
+        wrong = 3 * torch.randn(drafts - accepted, 2, 64).bfloat16()
+        write(drafted, length, torch.cat([text[length : certain + accepted], wrong]))
+        write(alone, length, text[length:certain])
+        lens, before = (np.array([n], dtype=np.int32) for n in (certain + drafts, length))
+        plan = records.plan(lens, before, table)
+        if plan is not None:
+            cpu.index_pages(plan.selecting.ids, plan.selecting.lengths, drafted)
+        assert_same(certain)
+        if plan is not None and plan.written is not None:
+            cpu.index_pages(plan.written.ids, plan.written.lengths, drafted)
+        write(alone, certain, text[certain : certain + accepted])
+        length = certain + accepted
+        assert_same(length // size * size)
+    assert rejected > 40

@@ -8,7 +8,8 @@ import pytest
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.help import markdown
-from vllm_kvretrieval.options.request import REQUEST, RequestOptions
+from vllm_kvretrieval.options.of_requests import REQUEST
+from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.families import (
     DroppingMethod,
@@ -51,6 +52,8 @@ VALUES: dict[str, Any] = {
     "drafts": 4,
     "lossless": True,
     "allow_exact": False,
+    "sources": True,
+    "client_options": ["budget"],
     "reuse": "exact",
     "attention": "own",
     "home": "disk",

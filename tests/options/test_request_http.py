@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 
 import pytest
 from starlette.testclient import TestClient
@@ -13,6 +14,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.support.engine import checkpoint
+from vllm_kvretrieval.platforms import http
 from vllm_kvretrieval.platforms.arguments import REQUEST_CHECK
 
 pytestmark = pytest.mark.model
@@ -69,6 +71,31 @@ def refusal(client, fields, path="/v1/completions"):
 )
 def test_what_is_refused(served, fields, message):
     assert message in refusal(served, fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("7f3a", " (X-Request-Id '7f3a'): kv_retrieval.budget=100 must be"),
+        ("a" * 500, f" (X-Request-Id '{'a' * 195}...): kv_retrieval"),
+        (None, "for /v1/completions: kv_retrieval.budget=100 must be"),
+    ],
+    ids=["named", "long", "unnamed"],
+)
+def test_a_refusal_is_logged(served, name, said):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    http.logger.addHandler(handler)
+    headers = {} if name is None else {"X-Request-Id": name}
+    body = {"prompt": "Hello", "vllm_xargs": {"kv_retrieval_budget": 100}}
+    try:
+        assert served.post("/v1/completions", json=body, headers=headers).status_code == 400
+    finally:
+        http.logger.removeHandler(handler)
+    (line,) = lines
+    assert said in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 2, "logprobs": True}, {"logprobs": False}])

@@ -138,6 +138,40 @@ def test_a_server_may_allow_more_and_less():
             RequestOptions.parse({"kv_retrieval": options}, config)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_a_server_may_forbid_options(flat):
+    config = RetrievalConfig.from_options("freekv", {"client_options": ["budget", "mass"]})
+
+    def parse(key, value, of):
+        nested = {"kv_retrieval": {key: value}}
+        return RequestOptions.parse({f"kv_retrieval_{key}": value} if flat else nested, of)
+
+    assert parse("budget", 512, config).budget.total == 512 // 32
+    for key, value in (("exact", True), ("exact", False), ("method", "freekv")):
+        with pytest.raises(RetrievalConfigError, match=f"{key} cannot be set.*set budget, mass"):
+            parse(key, value, config)
+    none = RetrievalConfig.from_options("freekv", {"client_options": []})
+    assert RequestOptions.parse(None, none) == RequestOptions.parse({}, config)
+    with pytest.raises(RetrievalConfigError, match=r"budget cannot be set.*requests set none"):
+        parse("budget", 512, none)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("budget", r"client_options='budget' must be a list .*client_options\+ budget,exact"),
+        (["budgets"], "client_options='budgets' is unknown.*budget"),
+        (["sink"], "client_options='sink' is unknown"),
+        ([3], "client_options=3 is unknown"),
+        ({"budget": 1}, "must be a list"),
+    ],
+    ids=str,
+)
+def test_options_that_requests_may_set_are_known(value, message):
+    with pytest.raises(RetrievalConfigError, match=message):
+        RetrievalConfig.from_options("freekv", {"client_options": value})
+
+
 def test_a_server_may_share_exact_prefixes_only():
     config = RetrievalConfig.from_options("freekv", {"reuse": "exact"})
     for options in ({}, {"exact_prefix": True}):

@@ -51,7 +51,7 @@ class Fleet:
         return {
             place: replica.total("request_success_total")
             for place, replica in enumerate(self.replicas)
-            if not replica.killed
+            if not replica.ended
         }
 
 

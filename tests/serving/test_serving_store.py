@@ -1,6 +1,7 @@
 """`vllm serve` with a store: killed, started again, and asked what it was asked before."""
 
 import json
+import signal
 import urllib.error
 import urllib.request
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.engine import DTYPE, shortened
 from tests.support.server import MODEL, PROMPT, Server, ask, serving, tokens_of
+from vllm_kvretrieval.store.listing import listed
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -39,10 +41,27 @@ def call(server, path, asked=None):
         return error.code, json.load(error)
 
 
+def drain(server):
+    """Tell a server to end, by SIGTERM, when an answer has begun; the tokens that still come."""
+    stream = server.client.completions.create(
+        model=MODEL,
+        prompt=tokens_of(server, f"A last question. {PROMPT}"),
+        max_tokens=64,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    come = list(next(stream).choices[0].token_ids)
+    rest = (token for chunk in stream for token in chunk.choices[0].token_ids)
+    server.end(signal.SIGTERM, lambda: come.extend(rest))
+    return come
+
+
 def test_kill_and_start(tmp_path, monkeypatch):
     """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing.
 
-    Endpoints are there if they are asked for. What is dropped by them is found no more.
+    Endpoints are there if they are asked for. What is dropped by them is found no more. At the end
+    the server is told to end, with a timeout: an answer that has begun comes whole, and is stored.
     """
     model = shortened(tmp_path / "model", MODEL, LAYERS)
     store = options(tmp_path / "store")
@@ -57,7 +76,8 @@ def test_kill_and_start(tmp_path, monkeypatch):
     finally:
         server.kill()
     monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")
-    with serving(tmp_path / "second.txt", *store, model=model) as server:
+    drains = ("--shutdown-timeout", "60")
+    with serving(tmp_path / "second.txt", *store, *drains, model=model) as server:
         status, answer = call(server, "/v1/kv_store?contexts=5")
         assert status == 200
         ((context,),) = (store["contexts"] for store in answer["stores"])
@@ -86,3 +106,7 @@ def test_kill_and_start(tmp_path, monkeypatch):
         assert status == 200
         assert [one["asked"] for one in answer["stores"]] == [True], "it has been read again"
         assert told(server) == again
+        (before,), _ = listed(str(tmp_path / "store"), 10)
+        assert len(drain(server)) == 64
+        (after,), _ = listed(str(tmp_path / "store"), 10)
+        assert after.tokens > before.tokens + 500

@@ -99,7 +99,7 @@ class Server:
         self.port = port or free_ports()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self.killed = False
+        self.ended = False
         self.children: list[psutil.Process] = []
         command = [
             *("serve", model or checkpoint(MODEL)),
@@ -145,9 +145,27 @@ class Server:
         _, text = Client(self.url).ask("/metrics")
         return sum(samples(text)[f"vllm:{name}"].values())
 
+    def end(self, sign: signal.Signals, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Tell it to end, which it must do cleanly, with nothing left behind.
+
+        Args:
+            sign: The signal that tells it.
+            meanwhile: What is done before it has ended.
+        """
+        # vLLM itself may log an EngineDeadError once it is told to stop.
+        text = self.text()
+        assert "Traceback" not in text, text[text.index("Traceback") - 500 :][:5000]
+        self.ended = True
+        self.process.send_signal(sign)
+        meanwhile()
+        assert self.process.wait(timeout=60) == 0, self.text()[-5000:]
+        _, left = psutil.wait_procs(self.children, timeout=10)
+        left = [child for child in left if lives(child)]
+        assert not left, f"still running after shutdown: {left}"
+
     def kill(self) -> None:
         """End all its processes at once, by SIGKILL, as a machine that fails does."""
-        self.killed = True
+        self.ended = True
         children = self.children
         if self.process.poll() is None:
             children = children + psutil.Process(self.process.pid).children(recursive=True)
@@ -241,22 +259,11 @@ def lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """A server that starts; at the end it must leave cleanly, and nothing behind.
-
-    Where one was killed meanwhile, nothing is asked of it.
-    """
+    """A server that starts, and is told to end, unless it was ended meanwhile."""
     try:
         yield server
-        if server.killed:
-            return
-        # vLLM itself may log an EngineDeadError once it is told to stop.
-        text = server.text()
-        assert "Traceback" not in text, text[text.index("Traceback") - 500 :][:5000]
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(timeout=60) == 0, server.text()[-5000:]
-        _, left = psutil.wait_procs(server.children, timeout=10)
-        left = [child for child in left if lives(child)]
-        assert not left, f"still running after shutdown: {left}"
+        if not server.ended:
+            server.end(signal.SIGINT)
     finally:
         server.kill()
 

@@ -50,12 +50,14 @@ def in_use(vllm_config: Any, config: RetrievalConfig) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     budget, prefill = config.page_budget(), config.prefill_budget
+    allowed = config.client_options
     values = {
         "method": config.method,
         "also": ",".join(name for name in config.methods if name != config.method),
         "budget": config.budget,
         "max_budget": config.budget_limit,
         "allow_exact": config.allow_exact,
+        "client_options": "all" if allowed is None else ",".join(allowed),
         "sink": budget.sink * config.page_size,
         "window": budget.window * config.page_size,
         "page_size": config.page_size,

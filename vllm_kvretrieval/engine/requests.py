@@ -10,6 +10,7 @@ import torch
 
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options, write_options
+from vllm_kvretrieval.engine.sources import Sources
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.methods.page_chunks import PromptReads
@@ -105,6 +106,7 @@ class RequestTable:
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
         loaded: Pages that a KV connector fills; None: there is no connector.
+        sources: What answers attend to, of requests that ask; None: none may.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class RequestTable:
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
+        self.sources: Sources | None = None
 
     def __len__(self) -> int:
         return len(self._seat_of)
@@ -239,6 +242,8 @@ class RequestTable:
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
         """The context and the counts of the request in a seat. Resets the counts of the seat."""
+        if self.sources is not None:
+            self.sources.leave(seat)
         if self.kept is not None:
             self.kept.leave(seat)
         counts = self._counts([seat])
@@ -355,13 +360,16 @@ class RequestTable:
         pages: np.ndarray,
         sparse: np.ndarray,
         decodes: np.ndarray,
+        reads: np.ndarray,
     ) -> None:
         """Book a step: which rows decode, and which of them attend to selected pages only.
 
-        A step is booked once, although several groups of layers may report it.
+        A step is booked once, although several groups of layers may report it. Rows that ``reads``
+        names are left to :meth:`count_prefill`.
         """
-        new = lens != self._context[seats]
-        self._context[seats] = lens
+        known = self._context[seats]
+        new = (lens != known) & ~reads
+        self._context[seats] = np.where(reads, known, lens)
         attended = self._attended(seats, pages)
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self._steps.numpy()[seats, :4] += booked * new[:, None]
@@ -431,6 +439,8 @@ class RequestTable:
         note = self.notes[req_id]
         options = read_options(req_id, note.extra_args, self._reader)
         self.ends[seat] = note.tokens
+        if self.sources is not None:
+            self.sources.sit(seat, req_id, options.sources)
         if self.config.memory_fraction is not None and not options.own_budget:
             tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
             options = replace(options, budget=self.config.page_budget(tokens, options.method))

@@ -11,6 +11,7 @@ from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.combinations import check_combinations
 from vllm_kvretrieval.options.files import read_files
 from vllm_kvretrieval.options.methods import make_method
+from vllm_kvretrieval.options.of_requests import check_client_options
 from vllm_kvretrieval.options.source import options_of, selected_method, window_tokens
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS, Options, checked
 from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
@@ -52,6 +53,9 @@ class RetrievalConfig(Options):
             for key, value in of_prompts.defaults(self).items():
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, value)
+        if self.client_options is not None:
+            names = check_client_options("client_options", self.client_options)
+            object.__setattr__(self, "client_options", names)
         if self.drafts is None:
             object.__setattr__(self, "drafts", of_drafts.default(self))
         check_combinations(self, given)
@@ -183,6 +187,10 @@ class RetrievalConfig(Options):
     def token_major(self) -> bool:
         """Whether the KV cache of retrieval layers is laid out token by token."""
         return any(method.per_token for method in self.methods.values())
+
+    def lets_set(self, option: str) -> bool:
+        """Whether a request may set an option (``client_options``)."""
+        return self.client_options is None or option in self.client_options
 
     @property
     def budget_limit(self) -> int:

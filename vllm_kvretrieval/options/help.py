@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
+from vllm_kvretrieval.options.of_requests import REQUEST
 from vllm_kvretrieval.options.option import Option
-from vllm_kvretrieval.options.request import REQUEST
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval.families import ScoredMethod, family_with, having
 from vllm_kvretrieval.retrieval.presets import OWN

@@ -31,7 +31,7 @@ DRAFTS: Any = option(
     "likely to be right; 0: none",
     f"0; with `lossless` {USUAL}, with a slow home {USUAL_OF_SLOW_HOME}",
     neutral=0,
-    on_gpu="use --speculative-config",
+    on_gpu="leave it out",
     more="speculative-decoding.md",
 )
 LOSSLESS_SWITCH: Any = option(

@@ -1,24 +1,19 @@
-"""The options of a request: their table, and their check against those of the engine."""
+"""The options of one request, checked against those of its engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.option import Option, refuse_without_effect
-from vllm_kvretrieval.options.table import CONFIG_KEY, OPTIONS
+from vllm_kvretrieval.options.of_requests import REQUEST
+from vllm_kvretrieval.options.option import refuse_without_effect
+from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.families import Method, having
-from vllm_kvretrieval.retrieval.families.numbers import SeatField
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.values import (
-    PART,
-    SWITCH,
-    TOKENS,
     check_digits,
-    checked_later,
     meant,
     reject_misspelt,
     reject_unknown,
@@ -27,74 +22,6 @@ from vllm_kvretrieval.values import (
 
 MOST_READ = 1024
 """The number of different requests that a :class:`RequestReader` remembers."""
-
-
-def _number(known: SeatField) -> Option:
-    """The option by which a request sets a number of its method's."""
-    meaning = f"as the server's option, with methods that {known.methods}"
-    return replace(OPTIONS[known.name], meaning=meaning, default="the method's", of_method=False)
-
-
-_OTHERS: Mapping[str, Option] = {
-    "budget": Option(
-        TOKENS,
-        "the number of tokens that a KV head attends to in a decode step, up to the server's "
-        "`max_budget`",
-        "the server's",
-    ),
-    "drafts": Option(
-        OPTIONS["drafts"].kind,
-        "the most draft tokens at a step, up to the server's `drafts`",
-        "the server's",
-        more="speculative-decoding.md",
-    ),
-    "lossless": Option(
-        SWITCH,
-        "as the server's option, on a server with `drafts`",
-        "the server's",
-        why=OPTIONS["lossless"].why,
-        verdict=OPTIONS["lossless"].verdict,
-        neutral=False,
-        more="speculative-decoding.md#lossless-mode",
-    ),
-    "exact": Option(
-        SWITCH,
-        "full attention at every step, from the file if the cache is on disk; the server may "
-        "forbid it (`allow_exact`)",
-        "false",
-    ),
-    "exact_prefix": Option(
-        SWITCH,
-        "share with other requests only keys and values that full attention has computed",
-        "false, unless the server's `reuse` is `exact`",
-        more="#what-requests-share",
-    ),
-    "method": Option(
-        checked_later("the server's method, one of its `also`, or `streamingllm`"),
-        "how the request selects",
-        "the server's",
-    ),
-    "prefill_budget": Option(
-        TOKENS,
-        "how many tokens before a chunk of the prompt the chunk attends to, up to the server's "
-        "`prefill_budget`; 0: all, and prefill is exact",
-        "the server's",
-        more="methods.md#sparse-prefill",
-    ),
-    "prefill_share": Option(
-        PART,
-        "the share of the tokens before a chunk of the prompt that the chunk attends to, where "
-        "that is more than `prefill_budget`; up to the server's `prefill_share`",
-        "the server's",
-        why=NO_PAGES,
-        neutral=0,
-        more="methods.md#sparse-prefill",
-    ),
-}
-REQUEST: Mapping[str, Option] = dict(
-    sorted({**_OTHERS, **{known.name: _number(known) for known in SEAT_FIELDS}}.items())
-)
-"""The options of a request by name."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +41,7 @@ class RequestOptions:
         lossless: Whether the model drafts over the budget's pages, for steps that are ``exact``.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
+        sources: Note the pages that the answer attends to.
     """
 
     method: str
@@ -122,6 +50,7 @@ class RequestOptions:
     exact: bool = False
     own_budget: bool = False
     exact_prefix: bool = False
+    sources: bool = False
     prefill_budget: PageBudget | None = None
     prefill_share: float = 0.0
     drafts: int = 0
@@ -143,6 +72,7 @@ class RequestOptions:
         given = _given(extra_args)
         reject_unknown(given, REQUEST, f"{CONFIG_KEY} of a request")
         try:
+            _check_allowed(given, config)
             return cls._checked(given, config)
         except RetrievalConfigError as e:
             raise RetrievalConfigError(f"{CONFIG_KEY}.{e}") from None
@@ -191,6 +121,12 @@ class RequestOptions:
                 "exact_prefix=False is not allowed by this server (--kv-retrieval.reuse exact), "
                 "whose requests share exact prefixes only; leave it out."
             )
+        sources = value.get("sources", False)
+        if sources and not config.sources:
+            raise RetrievalConfigError(
+                "sources=True is not served here; leave it out, or start the server with "
+                "--kv-retrieval.sources true."
+            )
         prefill_budget = _prefill_budget(value.get("prefill_budget"), method, exact, config)
         return cls(
             method.name,
@@ -199,6 +135,7 @@ class RequestOptions:
             exact,
             "budget" in given,
             exact_prefix,
+            sources,
             prefill_budget,
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
             drafts,
@@ -254,6 +191,18 @@ class RequestReader:
                 self._read.clear()
             self._read[text] = options
         return self._read[text]
+
+
+def _check_allowed(given: Mapping[str, Any], config: RetrievalConfig) -> None:
+    """Refuse options that the server keeps for itself (``client_options``)."""
+    for key in given:
+        if not config.lets_set(key):
+            allowed = config.client_options
+            instead = f"requests may set {', '.join(allowed)}" if allowed else "requests set none"
+            raise RetrievalConfigError(
+                f"{key} cannot be set by a request to this server (--kv-retrieval.client_options): "
+                f"{instead}. Leave it out."
+            )
 
 
 def _prefill_budget(

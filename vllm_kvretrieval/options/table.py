@@ -235,6 +235,22 @@ class Options:
     drafts: int = of_drafts.DRAFTS
     lossless: bool = of_drafts.LOSSLESS_SWITCH
     allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
+    sources: bool = option(
+        False,
+        SWITCH,
+        "whether requests may ask which pages of their contexts their answers attend to, and "
+        "whether browsers find a page at `/kvretrieval`; both where `VLLM_PLUGINS` names "
+        "`kvretrieval`",
+        on_gpu="leave it out",
+        more="chat.md",
+    )
+    client_options: Any = option(
+        None,
+        checked_later("a list of options of a request; `[]`: none"),
+        "the options that requests may set; a request with another one is refused",
+        "all of them",
+        more="#what-a-request-may-choose",
+    )
     reuse: str = option(
         "all",
         one_of(choices.REUSES),

@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.platforms.requests import check_request, reader_of
-from vllm_kvretrieval.values import resembles
+from vllm_kvretrieval.values import resembles, shortened
+
+logger = init_logger("vllm.kvretrieval.http")
 
 XARGS = "vllm_xargs"
 """The field of a body where vLLM takes further options from."""
@@ -79,7 +83,14 @@ def _check(scope: Scope, body: bytearray) -> None:
         if given is None or isinstance(given, Mapping):
             check_request(scope["app"].state, given, logprobs, current_platform.setting)
     except RetrievalConfigError as e:
+        logger.info("Refused a request for %s%s: %s", scope["path"], _name(scope), e)
         raise HTTPException(400, str(e)) from None
+
+
+def _name(scope: Scope) -> str:
+    """The name that a client or a proxy gave to its request, for the log; empty if it has none."""
+    name = Headers(scope=scope).get("X-Request-Id")
+    return "" if name is None else f" (X-Request-Id {shortened(name)})"
 
 
 def _prompt_logprobs(fields: Mapping[str, Any]) -> Any:

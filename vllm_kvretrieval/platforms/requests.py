@@ -10,7 +10,8 @@ from vllm.exceptions import VLLMClientError
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import REQUEST, RequestReader
+from vllm_kvretrieval.options.of_requests import REQUEST
+from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.needs import Setting
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS

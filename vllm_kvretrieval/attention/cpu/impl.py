@@ -4,13 +4,19 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.plans import Pages, Prefill, RetrievalMetadata, Whole
+from vllm_kvretrieval.attention.cpu.plans import (
+    Observed,
+    Pages,
+    Prefill,
+    RetrievalMetadata,
+    Whole,
+)
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.refusals import check_impl
@@ -27,6 +33,9 @@ from vllm_kvretrieval.methods import DecodePlan, LayerMethod, LayerWatcher
 from vllm_kvretrieval.methods.base import WHOLE
 from vllm_kvretrieval.storage.base import LayerStorage, Part
 from vllm_kvretrieval.storage.memory import IN_PLACE
+
+if TYPE_CHECKING:
+    from vllm_kvretrieval.engine.sources import LayerSources
 
 
 class Durations:
@@ -71,9 +80,11 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         staging: Where contexts of prompts are laid out; None: they are read where they are.
         storage: Where the layer's KV is.
         durations: How long decode steps take to choose and to bring what is attended to.
+        sources: Takes note of what is attended to; None: nobody may ask.
     """
 
     kernels: Ops = cpu
+    sources: "LayerSources | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,13 +188,15 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     self._attend_to_part(*step, part, output)
             elif full is not None:
                 if full.rows is not None:
-                    self._attend_to_rows(layer, query, kv_cache, full.rows, output)
-                if full.prompts is not None:
-                    self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
+                    self._attend_to_all(*step, full.rows, output)
+                for part in full.prompts:
+                    self._attend_to_prompts(layer, query, kv_cache, part, output)
             else:
                 by_vllm()
             for number, watcher in self.watchers.items():
                 watcher.watch(query, kv_cache, attn_metadata.seen.get(number), split)
+            if self.sources is not None and attn_metadata.observed is not None:
+                self._observe(layer, query, kv_cache, attn_metadata.observed, self.sources)
             if drafted is not None and drafted.written is not None:
                 self._index(drafted.written, self._growing)
         return output
@@ -213,7 +226,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         whole: Whole,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token, over whole contexts."""
+        """Rows that decode, over whole contexts."""
         index, by = whole.index, whole.by
         if isinstance(by, TokenLists):
             rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
@@ -295,9 +308,27 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         lists: TokenLists,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token by our own kernel, over whole contexts in the KV cache."""
+        """Rows that decode by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
         self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
+
+    def _observe(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        observed: Observed,
+        sources: "LayerSources",
+    ) -> None:
+        """Note what rows attend to that have attended to whole contexts, by attending once more."""
+        asked = query[observed.index]
+        longest = int(observed.seq_lens.max())
+        weights = torch.empty(*asked.shape[:2], longest, dtype=torch.float32)
+        units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
+        part, nowhere = Part(observed.lists, units), torch.empty_like(asked)
+        layout = self._layout(layer)
+        self._attend(asked, part, nowhere, layout, self._sinks, None, weights)
+        sources.note(observed, observed.lists, weights)
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod
@@ -316,11 +347,17 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if plan.schedule is not None:
             self._attend_by_vllm(query, parts[0], plan.schedule, attended)
         else:
-            weights = method.weights(query)
+            weights = own = method.weights(query)
+            asked = self.sources is not None and self.sources.asked(plan.rows.seats)
+            if asked and own is None and len(parts) == 1:
+                longest = int(plan.lists.lengths.max())
+                weights = torch.empty(*query.shape[:2], longest, dtype=torch.float32)
             layout = method.chooser.store.layout
             self._attend_to_reached(query, parts, attended, layout, weights, remainder)
-            if weights is not None:
-                method.attended(plan, weights)
+            if self.sources is not None and asked and weights is not None:
+                self.sources.note(plan.rows, plan.lists, weights)
+            if own is not None:
+                method.attended(plan, own)
         if index is not None:
             output[index] = attended
 
@@ -333,7 +370,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel, over parts of one softmax.
+        """Rows that decode by our own kernel, over parts of one softmax.
 
         A part takes what was attended to before as its remainder, in float32, the first one that of
         the method.
@@ -358,7 +395,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
+        """Rows that decode by our own kernel; see :meth:`Ops.attend`."""
         if part.wait is not None:
             part.wait()
         self.kernels.attend(

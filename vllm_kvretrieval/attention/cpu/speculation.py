@@ -16,8 +16,6 @@ DRAFTERS = ("ngram", "suffix", "custom_class")
 MOST_DRAFTS = 128
 """Draft tokens of a request in a step that vLLM's rejection sampler takes at most."""
 
-WITHOUT_DRAFTS = "leave --speculative-config out"
-
 
 def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout: str) -> None:
     """Refuse drafters, and rows that verify drafts, which cannot work here.
@@ -34,10 +32,21 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
     if speculative is None:
         return
     drafter, drafts = speculative.method, vllm_config.num_speculative_tokens
+    by = f"kv_retrieval.drafts={config.drafts}" if config.drafts else "--speculative-config"
     if drafter not in DRAFTERS:
         raise RetrievalConfigError(
             f"{config.method} does not verify the drafts of {drafter!r}; use one of "
             f"{', '.join(DRAFTERS)} as the method of --speculative-config, or leave that out."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise RetrievalConfigError(
+            f"{config.method} verifies drafts on a CPU with vLLM's V1 model runner, not with V2; "
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or leave {by} out."
+        )
+    if config.sources:
+        raise RetrievalConfigError(
+            "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
+            f"{by} verify several; leave one out."
         )
     if drafts > MOST_DRAFTS:
         raise RetrievalConfigError(
@@ -47,6 +56,6 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
     if layout not in cpu.LAYOUTS:
         raise RetrievalConfigError(
             f"{config.method} verifies drafts by its own kernel, which cannot read keys as vLLM "
-            f"lays them out here ({layout}); {WITHOUT_DRAFTS}."
+            f"lays them out here ({layout}); leave {by} out."
         )
-    SPECULATION.check(config.methods.values())
+    SPECULATION.check(config.methods.values(), by)

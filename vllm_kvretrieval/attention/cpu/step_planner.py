@@ -157,10 +157,8 @@ class StepPlanner:
         batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
         found = split_rows(batch, pages, decodes)
-        booked = ~np.isin(places, apart)
-        self._requests.count_steps(
-            seats[booked], lens[booked], pages[booked], found.sparse[booked], decodes[booked]
-        )
+        reads = np.isin(places, apart)
+        self._requests.count_steps(seats, lens, pages, found.sparse, decodes, reads)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         single = len(places) == common.num_reqs and not drafts.any()
         if not found.sparsely and single and decodes.all() and not looks:
@@ -174,7 +172,7 @@ class StepPlanner:
             table, size = dense.seq_lens.numpy(), self._page_size
             fits = -(-table[whole] // size) <= self.budget_pages
             if fits.any():
-                contexts, index = self._contexts_of(dense, whole[fits])
+                contexts, index = self.contexts_of(dense, whole[fits])
                 plans.append(plan_whole(self.facts, contexts, index))
             whole = whole[~fits]
         return plans, whole
@@ -187,7 +185,7 @@ class StepPlanner:
             number: The number of the method.
             places: The places of the rows' requests.
         """
-        contexts, index = self._contexts_of(dense, places)
+        contexts, index = self.contexts_of(dense, places)
         seats, method = self._seats[places], self.methods[number]
         ends = contexts.seq_lens.numpy()
         drafts = np.diff(dense.query_start_loc.numpy())[places] - 1
@@ -203,7 +201,7 @@ class StepPlanner:
             plan.schedule = self._schedules.of_lists(attended)
         return plan
 
-    def _contexts_of(
+    def contexts_of(
         self, dense: CPUAttentionMetadata, places: np.ndarray
     ) -> tuple[Contexts, torch.Tensor | None]:
         """The contexts of the requests with these places, and their tokens in the batch.
@@ -245,12 +243,7 @@ class StepPlanner:
         if not len(places):
             return []
         if self._chunks is None:
-            parts = list[Prefill]()
-            for begin, end in pairwise(
-                [0, *(np.flatnonzero(np.diff(places) != 1) + 1), len(places)]
-            ):
-                parts += self._exactly(dense, slice(int(places[begin]), int(places[end - 1]) + 1))
-            return parts
+            return [part for run in runs(places) for part in self._exactly(dense, run)]
         seats = self._seats[places]
         lens = dense.seq_lens.numpy()[places]
         new = np.diff(dense.query_start_loc.numpy())[places]
@@ -371,3 +364,13 @@ class StepPlanner:
             return self._schedules.of_sequences(dense, query_start_loc, seq_lens, block_table)
         seen = seq_lens - query_start_loc.diff() + 1
         return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
+
+
+def runs(places: np.ndarray) -> list[slice]:
+    """Requests side by side in the batch.
+
+    Args:
+        places: int64 [n]; the places of some, rising.
+    """
+    borders = np.flatnonzero(np.diff(places, prepend=-2, append=-2) != 1)
+    return [slice(int(places[i]), int(places[j - 1]) + 1) for i, j in pairwise(borders)]
