@@ -121,7 +121,8 @@ class Conversation:
     @property
     def tells_sources(self) -> bool:
         """Whether the server notes what answers attend to, for requests that ask."""
-        return self._server.ask("/v1/kv_retrieval/options")[0] == 200
+        status, text = self._server.ask("/v1/kv_retrieval/options")
+        return status == 200 and "sources" in json.loads(text)["may"]
 
     def _tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a chat; notes the longest context that the server has."""
