@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from documents import read_document
 from vllm import LLM, SamplingParams
 
+from vllm_kvretrieval.chat.documents import read_document
 from vllm_kvretrieval.command_inputs import require_plot
 from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -211,7 +211,7 @@ def main() -> int:
     try:
         if given.plot is not None:
             require_plot("leave --plot out")
-        text = read_document(given.text)
+        text = read_document(given.text).text
         check_model(given.model)
         llm = open_engine(
             given.model,

@@ -139,9 +139,9 @@ class Benchmark:
                     self.figures[cell.name] = stored
         todo = [(job, cell) for job in jobs for cell in job.todo]
         while todo:  # one engine after the other
-            engine = todo[0][1].variant.engine
-            chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
-            todo = [(job, cell) for job, cell in todo if cell.variant.engine != engine]
+            engine = todo[0][1].variant.started
+            chosen = [(job, cell) for job, cell in todo if cell.variant.started == engine]
+            todo = [(job, cell) for job, cell in todo if cell.variant.started != engine]
             self._run_on(engine, chosen, model, tokenizer)
 
     def _run_on(
@@ -152,12 +152,10 @@ class Benchmark:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """Run cells, all of one task after the other, on a retrieval engine with these options."""
-        options = f" {engine}" if engine else ""
-        self._say(f"{model.name}: starting the retrieval engine{options} for {len(todo)} cell(s)")
+        self._say(f"{model.name}: starting the retrieval engine {engine} for {len(todo)} cell(s)")
         also = catalogue.also_of(cell for _, cell in todo)
         sizes = _sizes(model, [job for job, _ in todo], max(cell.budget for _, cell in todo))
-        started = todo[0][1].variant.options_of_engine
-        with open_engine(model, *sizes, also=also, **started) as llm:
+        with open_engine(model, *sizes, also=also, **engine) as llm:
             done = 0
             for job, cells in _rounds(todo):
                 watch = Stopwatch()
@@ -182,7 +180,7 @@ class Benchmark:
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
         variant = cell.variant
-        served = [variant.also, variant.options_of_engine, code_of(variant.config.method)]
+        served = [variant.also, variant.started, code_of(variant.config.method)]
         return fingerprint([job.key, cell.options, *served, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:

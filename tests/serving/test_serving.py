@@ -4,12 +4,14 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.serving.load import measure
 from tests.support.browser import tab
 from tests.support.engine import (
     ROUNDING,
@@ -45,6 +47,21 @@ def server(tmp_path_factory):
     settings = {"VLLM_PLUGINS": "kvretrieval"}
     with serving(log, *OPTIONS, forked=True, environment=settings) as server:
         yield server
+
+
+def test_load(server):
+    """What the benchmark of loaded servers measures, by vLLM's load generator."""
+    model = Path(checkpoint(MODEL))
+    prompts = [f"{number}. {PROMPT}" for number in range(3)]
+    figures = measure(server.url, model, prompts, at_once=2, tokens=5)
+    for name in ("first_token_ms", "token_ms", "answer_ms"):
+        assert 0 < figures[name]["50"] <= figures[name]["99"]
+    assert (
+        figures["answer_ms"]["50"] > figures["first_token_ms"]["50"] + 3 * figures["token_ms"]["50"]
+    )
+    assert figures["tokens_per_s"] > 0
+    with pytest.raises(ValueError, match="answered 1 of 2 requests"):
+        measure(server.url, model, [prompts[0], 9 * PROMPT], at_once=1, tokens=1)
 
 
 @pytest.mark.parametrize(

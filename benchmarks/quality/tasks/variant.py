@@ -41,6 +41,9 @@ class Variant:
     """Options of the engine that differ from the defaults, or its own ``method``. Such a variant
     needs an engine and a prefill of its own."""
 
+    quantization: str = ""
+    """The weights of the engine, as vLLM's option names them; empty: the checkpoint's."""
+
     index: str = ""
     """The index by which it selects; empty: not in the comparison of indexes."""
 
@@ -60,6 +63,12 @@ class Variant:
         smaller ones.
         """
         return self.engine if "method" in self.engine else {"page_size": PAGE, **self.engine}
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What its engine is opened with: :attr:`options_of_engine`, and its weights."""
+        weights = {"quantization": self.quantization} if self.quantization else {}
+        return self.options_of_engine | weights
 
     @property
     def also(self) -> dict[str, Any]:
