@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import Enum
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -220,6 +221,14 @@ def kv_cache_groups(vllm_config: Any, specs: Mapping[str, Any]) -> list["KVCache
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return get_kv_cache_groups(vllm_config, dict(specs))
+
+
+def hash_size(vllm_config: Any, groups: Sequence["KVCacheGroupSpec"]) -> int:
+    """Tokens of which vLLM makes a hash each, for the prefix cache of these groups of layers."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    grouped = SimpleNamespace(kv_cache_groups=groups)
+    return int(resolve_kv_cache_block_sizes(grouped, vllm_config)[1])
 
 
 def one_block(vllm_config: Any, kv_cache_config: "KVCacheConfig") -> "KVCacheConfig":

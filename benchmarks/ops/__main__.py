@@ -16,6 +16,7 @@ COMMANDS = {
     "quantised": "linear layers with weights of 8 and 4 bits, beside PyTorch's and 16 bits",
     "planning": "choosing pages or tokens by each index, and building the index",
     "token-reads": "reading single tokens from a file, or the pages that hold them",
+    "drafters": "tokens per step with drafts from the context, ours beside others",
     "scheduler": "a step of the scheduler, and looking up a prefix, beside vLLM's",
 }
 

@@ -116,16 +116,17 @@ void bind_attention(nb::module_& m) {
         nb::arg("element_size"), nb::arg("torch_dtype"));
 
   m.def("attend",
-        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
+        [](uintptr_t query_data, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            bool out_floats, uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
-           int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int64_t stride, bool per_head, uintptr_t lengths, int rows, uintptr_t starts, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
            float softcap, uintptr_t sinks, uintptr_t rest_values, uintptr_t rest_lse) {
-          const Vectors query{queries, shape, strides, query_dtype};
+          const Vectors query{query_data, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
-          query.check("query", rows, kv_heads * group, head_size, torch_dtype);
-          output.check("output", rows, kv_heads * group, head_size,
+          const int queries = starts == 0 ? rows : at<int32_t>(starts)[rows];
+          query.check("query", queries, kv_heads * group, head_size, torch_dtype);
+          output.check("output", queries, kv_heads * group, head_size,
                        out_floats ? out_dtype : torch_dtype);
           const kvr::Attention attention{static_cast<kvr::DType>(dtype),
                                          static_cast<kvr::KeyLayout>(layout),
@@ -136,7 +137,8 @@ void bind_attention(nb::module_& m) {
                                          page_size,
                                          at<void>(cache),
                                          cache_tokens,
-                                         at<void>(queries),
+                                         at<int32_t>(starts),
+                                         at<void>(query_data),
                                          query.stride(),
                                          at<void>(out),
                                          output.stride(),
@@ -164,7 +166,7 @@ void bind_attention(nb::module_& m) {
         nb::arg("output_dtype"), nb::kw_only(), nb::arg("output_floats"), nb::arg("lse"), nb::arg("weights"),
         nb::arg("weight_stride"), nb::arg("entries"), nb::arg("entries_width"),
         nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("lengths"), nb::arg("rows"),
-        nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
+        nb::arg("starts"), nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
         nb::arg("kv_heads"), nb::arg("group"), nb::arg("head_size"), nb::arg("page_size"),
         nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("scale"), nb::arg("softcap"),
         nb::arg("sinks"), nb::arg("rest_values"), nb::arg("rest_lse"));

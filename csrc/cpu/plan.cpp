@@ -114,7 +114,7 @@ struct Planner {
 
   int group_elements() const { return chooser.group * index.head_size; }
   int units(int row) const { return rows.units(row, index.page_size); }
-  int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
+  int entries(int row) const { return index.entries_of(rows.selected_by(row)); }
   bool adds_up() const { return plan.rest_lse != nullptr && chooser.remainder > 0; }
   int64_t sum_size() const { return MeanSums::size(index.head_size); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }

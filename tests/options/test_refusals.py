@@ -144,9 +144,31 @@ ENGINES = {
         "--block-size 128 cannot be combined with a KV connector, which moves whole blocks: they "
         "have to be pages. Leave it out, or use --block-size 32.",
     ),
-    "speculation": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    "drafter": (
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+        "freekv does not verify the drafts of 'ngram_gpu'; use one of ngram, suffix, custom_class "
+        "as the method of --speculative-config, or leave that out.",
+    ),
+    "drafts": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 129}},
+        "num_speculative_tokens=129 of --speculative-config are more drafts than vLLM verifies in "
+        "a step; use 128 or less.",
+    ),
+    "sources of drafts": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"sources": True}},
+        },
+        "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
+        "--speculative-config verify several; leave one out.",
+    ),
+    "drafts of methods that drop tokens": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"also": ["snapkv"]}},
+        },
+        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops "
+        "tokens; use methods that select pages, such as kvretrieval, or leave it out.",
     ),
     "decode contexts": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
@@ -272,6 +294,15 @@ def pattern(message: str) -> str:
 def test_engines(configure, options, message):
     with pytest.raises(ValueError, match=pattern(message)):
         configure(LLAMA, **options)
+
+
+def test_drafts_with_the_other_model_runner(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="V1 model runner, not with V2; set VLLM_USE_V2"):
+        configure(LLAMA, speculative_config=drafts)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    configure(LLAMA, speculative_config=drafts)
 
 
 def test_hashes_of_a_store(configure):

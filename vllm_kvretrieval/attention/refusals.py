@@ -77,10 +77,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "json from beside it, and set --max-model-len to its original_max_position_embeddings."
         )
     check_windows(model, method)
-    if vllm_config.speculative_config is not None:
-        raise RetrievalConfigError(
-            f"{method} does not support speculative decoding yet; leave --speculative-config out."
-        )
     contexts = (
         parallel.decode_context_parallel_size,
         parallel.prefill_context_parallel_size,

@@ -77,7 +77,7 @@ class LostBlocks(Lost):
         self._found.clear()
         if not self._doubtful:
             return
-        shared, new = allotted_blocks(step, self._block_size)
+        ((shared, new),) = allotted_blocks(step, [self._block_size])
         self.add(self._doubtful.intersection(shared))
         self._doubtful.difference_update(new)
 
@@ -116,15 +116,16 @@ class LostBlocks(Lost):
         )
 
 
-def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
-    """The blocks that requests get in a step, of a KV cache with one group of layers.
+def allotted_blocks(step: Any, sizes: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The blocks that requests get in a step.
 
     Args:
         step: vLLM's scheduler output.
-        block_size: Tokens of a block.
+        sizes: Tokens of a block, of each group of layers.
 
     Returns:
-        Numbers of the blocks that were computed before, and of those that are written anew.
+        For each group, numbers of the blocks that were computed before, and of those that are
+        written anew.
     """
     cached = step.scheduled_cached_reqs
     allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
@@ -133,9 +134,10 @@ def allotted_blocks(step: Any, block_size: int) -> tuple[list[int], list[int]]:
     ):
         if blocks is not None:
             allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
-    shared, new = list[int](), list[int]()
-    for (of_request,), tokens in allotted:
-        count = -(-tokens // block_size)
-        shared += of_request[:count]
-        new += of_request[count:]
-    return shared, new
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in sizes]
+    for by_group, tokens in allotted:
+        for of_request, size, (shared, new) in zip(by_group, sizes, found, strict=True):
+            count = -(-tokens // size)
+            shared += of_request[:count]
+            new += of_request[count:]
+    return found

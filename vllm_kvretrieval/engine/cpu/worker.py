@@ -21,9 +21,11 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
+from vllm_kvretrieval.engine.cpu.drafting import connect_drafter
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.start_log import log_start
+from vllm_kvretrieval.engine.drafter import Drafter
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
@@ -39,7 +41,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.quantization.kernels import offer_kernels
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
-from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.allocation import move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 from vllm_kvretrieval.storage.memory import Memory
@@ -81,9 +83,12 @@ class RetrievalCPUWorker(CPUWorker):
     Attributes:
         planner: The worker's layers and heads, and the division of its memory.
         stored: The worker's half of the store; None without one.
+        drafter: Our drafter; None without one.
     """
 
     stored: WorkerStore | None = None
+    _hashes: Sequence[str] = ()
+    drafter: Drafter | None = None
     _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -107,14 +112,18 @@ class RetrievalCPUWorker(CPUWorker):
         if self.retrieval_config.store is None:
             super().load_model(**options)
         else:
-            with hashing_weights() as hashes:
+            with hashing_weights() as self._hashes:
                 super().load_model(**options)
-            self.stored = self.planner.open_store(hashes)
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         load_compiled(model)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache; see :meth:`Planner.divide`."""
+        """Bytes for the KV cache; see :meth:`Planner.divide`.
+
+        The store is opened before: vLLM chooses the sizes of blocks when it has loaded the model.
+        """
+        if self.retrieval_config.store is not None:
+            self.stored = self.planner.open_store(self._hashes)
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
@@ -204,6 +213,7 @@ class RetrievalCPUWorker(CPUWorker):
                 planner.attention.own,
             )
         self._connect(layers, groups)
+        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
             self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
@@ -244,11 +254,14 @@ class RetrievalCPUWorker(CPUWorker):
         )
 
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
+        """What fast memory has of each block: layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
-        for name in self.planner.layer_numbers:
-            if name not in self.storage.slow_layers:
-                yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
+        if self.planner.mixed:
+            yield from shared_memory(self.model_runner.kv_cache_config, layers)
+        else:
+            for name in self.planner.layer_numbers:
+                if name not in self.storage.slow_layers:
+                    yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
             for index in impl.indexes:
                 yield index.records.view(blocks, -1)
@@ -351,7 +364,10 @@ class RetrievalCPUWorker(CPUWorker):
             self.storage.leave(seats, ())  # their blocks stay
         arrived = notes(scheduler_output, self.requests.notes)
         self.requests.begin_step(scheduled, scheduler_output.total_num_scheduled_tokens, arrived)
+        if self.drafter is not None:
+            self.drafter.begin_step(scheduler_output.scheduled_spec_decode_tokens, finished)
         self.storage.begin_step(scheduler_output)
+        self._begin_stored(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
@@ -360,12 +376,15 @@ class RetrievalCPUWorker(CPUWorker):
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
 
-    def _compute(self, scheduler_output: Any) -> Any:
-        """A step of vLLM's worker; before and after it, the store follows the step."""
+    def _begin_stored(self, scheduler_output: Any) -> None:
+        """Let the store follow a step; afterwards memory has all that the step relies on."""
         if self.stored is not None:
             self._computed = getattr(scheduler_output, STORE_FIELD, None)
             if self._computed is not None:
                 self.stored.begin_step(self._computed)
+
+    def _compute(self, scheduler_output: Any) -> Any:
+        """A step of vLLM's worker; after it, the store takes what it has completed."""
         output = super().execute_model(scheduler_output)
         if output is not None:
             self._end_stored()
@@ -438,6 +457,10 @@ class RetrievalCPUWorker(CPUWorker):
             for index in impl.indexes:
                 blocks = index.records.view(self.cache_config.num_gpu_blocks, -1)
                 blocks[target] = blocks[source]
+
+    def store_name(self) -> str | None:
+        """The name of the worker's store; None without one."""
+        return None if self.stored is None else self.stored.name
 
     def shutdown(self) -> None:
         """See ``Worker.shutdown``; before, the store gets what it has yet to get."""
