@@ -32,9 +32,9 @@ from statistics import median
 from typing import Any
 
 import openai
-from demo_server import Server, ServerError
 from reading import Progress, Reading
 
+from vllm_kvretrieval.chat.server import Server, ServerError
 from vllm_kvretrieval.upstream.defaults import all_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +55,8 @@ FULL_ATTENTION: dict[str, Any] = {"vllm_xargs": {"kv_retrieval_exact": True}}
 """What a request sends along to get full attention."""
 OPTIONS = ("--max-model-len", "8192", "--kv-cache-memory-bytes", "512M", "--enforce-eager")
 """Of both servers."""
+LOGGING = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+"""Environment of servers, whose logs then have figures of each request."""
 STOCK: dict[str, str] = {"VLLM_PLUGINS": ""}
 """Environment of a server that loads no plug-in."""
 
@@ -306,7 +308,7 @@ def run(args: argparse.Namespace) -> bool:
     options += [*OPTIONS, "--enable-prompt-tokens-details"]
     if args.store is not None:
         options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", args.store]
-    settings = all_cores()
+    settings = all_cores() | LOGGING
     print("The server computes on all cores; by default vLLM would keep one for its front end.")
     with Server(args.model, options, settings, args.log) as server:
         started(server)
@@ -353,7 +355,7 @@ def compare(
         if not args.no_stock:
             print("\nThe same by vLLM alone, on a second server:")
             log = args.log.with_stem(f"{args.log.stem}-stock")
-            stock = Server(args.model, list(OPTIONS), all_cores() | STOCK, log)
+            stock = Server(args.model, list(OPTIONS), all_cores() | LOGGING | STOCK, log)
             servers.enter_context(stock)
             started(stock)
             alone = Reader(client_of(stock), args.model, reader.text)

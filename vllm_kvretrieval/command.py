@@ -12,6 +12,7 @@ from vllm_kvretrieval.doctor.command import add_doctor
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 NEED_VLLM = {
+    "chat.command": "add_chat",
     "calibration.filters_command": "add_calibrate",
     "explain.command": "add_explain",
     "calibration.heads_command": "add_heads",
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hasattr(given, "engine"):
         given.engine = engine
     elif engine:
-        parser.error("options of an engine, behind --, are for `store add` alone")
+        parser.error("options of an engine, behind --, are for `chat` and `store add` alone")
     try:
         return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError, ImportError) as error:

@@ -245,6 +245,14 @@ def kv_cache_groups(vllm_config: Any, specs: Mapping[str, Any]) -> list["KVCache
     return get_kv_cache_groups(vllm_config, dict(specs))
 
 
+def hash_size(vllm_config: Any, groups: Sequence["KVCacheGroupSpec"]) -> int:
+    """Tokens of which vLLM makes a hash each, for the prefix cache of these groups of layers."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    grouped = SimpleNamespace(kv_cache_groups=groups)
+    return int(resolve_kv_cache_block_sizes(grouped, vllm_config)[1])
+
+
 def one_block(vllm_config: Any, kv_cache_config: "KVCacheConfig") -> "KVCacheConfig":
     """The same configuration of a KV cache with a single block."""
     groups = kv_cache_config.kv_cache_groups

@@ -31,9 +31,9 @@ from vllm_kvretrieval import __version__, compat, plugin
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.engine.scheduler import RetrievalScheduler
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.page.endpoints import Endpoints
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 from vllm_kvretrieval.retrieval.presets import OWN
-from vllm_kvretrieval.store.endpoints import StoreEndpoints
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ def test_installed_metadata():
         ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),
         ("vllm.stat_logger_plugins", "vllm_kvretrieval.engine.reports:RetrievalStatLogger"),
         ("vllm.general_plugins", "vllm_kvretrieval.plugin:register"),
-        ("vllm.endpoint_plugins", "vllm_kvretrieval.store.endpoints:StoreEndpoints"),
+        ("vllm.endpoint_plugins", "vllm_kvretrieval.page.endpoints:Endpoints"),
         ("console_scripts", "vllm_kvretrieval.command:main"),
     }
 
@@ -134,7 +134,7 @@ def test_endpoints_that_are_not_asked_for_are_no_warning(monkeypatch, named, fou
     monkeypatch.setattr(handler, "emit", records.append)
     monkeypatch.setattr(logging.getLogger("vllm.plugins"), "handlers", [handler])
     loaded = load_endpoint_plugins(("generate",))
-    assert [type(each) for each in loaded] == [StoreEndpoints] * (named == "kvretrieval")
+    assert [type(each) for each in loaded] == [Endpoints] * (named == "kvretrieval")
     assert len(records) == len(found)
 
 

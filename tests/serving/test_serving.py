@@ -2,16 +2,17 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from benchmarks.common import ROOT
+from benchmarks.serving.load import measure
+from tests.support.browser import tab
 from tests.support.engine import (
     ROUNDING,
     Request,
@@ -35,6 +36,7 @@ OPTIONS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--reasoning-parser", "granite"),
     *("--structured-outputs-config.enable_in_reasoning", "true"),
+    *("--kv-retrieval.sources", "true"),
 )
 """They read the text of answers. Granite's goes by words, so it is for any tokenizer."""
 
@@ -42,8 +44,24 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serving(log, *OPTIONS, forked=True) as server:
+    settings = {"VLLM_PLUGINS": "kvretrieval"}
+    with serving(log, *OPTIONS, forked=True, environment=settings) as server:
         yield server
+
+
+def test_load(server):
+    """What the benchmark of loaded servers measures, by vLLM's load generator."""
+    model = Path(checkpoint(MODEL))
+    prompts = [f"{number}. {PROMPT}" for number in range(3)]
+    figures = measure(server.url, model, prompts, at_once=2, tokens=5)
+    for name in ("first_token_ms", "token_ms", "answer_ms"):
+        assert 0 < figures[name]["50"] <= figures[name]["99"]
+    assert (
+        figures["answer_ms"]["50"] > figures["first_token_ms"]["50"] + 3 * figures["token_ms"]["50"]
+    )
+    assert figures["tokens_per_s"] > 0
+    with pytest.raises(ValueError, match="answered 1 of 2 requests"):
+        measure(server.url, model, [prompts[0], 9 * PROMPT], at_once=1, tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -370,23 +388,120 @@ def test_features_of_vllm(server, feature):
     assert change["units_attended"] == change["heads_decoded"] * 128 / 32
 
 
-def test_chat_over_a_document(server, tmp_path):
-    """``examples/chat.py``: the second question finds the document in the prefix cache."""
-    (tmp_path / "text.txt").write_text(PROMPT.partition("\nWhat is")[0])
+def test_chat_over_a_document(server, tmp_path, capsys):
+    """``vllm-kvretrieval chat``: the second question finds the document in the prefix cache.
+
+    It names the passage that the answer is from, by selected pages and by full attention.
+    """
+    path = tmp_path / "text.txt"
+    path.write_text(PROMPT.partition("\nWhat is")[0])
     hits = "vllm:prefix_cache_hits_total"
     before = sum(metrics(server)[hits].values())
-    options = ("--url", f"{server.url}/v1", "--budget", str(BUDGET), "--max-tokens", "24")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "chat.py", tmp_path / "text.txt", *options],
-        input="What is the pass key?\nWhich colour is the sky?\n\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert KEY in done.stdout
-    assert len(re.findall(r"\[first token after [\d.]+ s\]", done.stdout)) == 2
+    asked = ["What is the pass key?", "/sources", "/full What is the pass key?", "/sources"]
+    lines = [part for line in asked for part in ("--question", line)]
+    options = ("--url", server.url, "--budget", str(BUDGET), "--max-tokens", "24")
+    assert main(["chat", str(path), *options, *lines]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("[first token after ") == 2, told.err
+    answers = re.split(r"^text.txt, ", told.out, flags=re.MULTILINE)
+    assert KEY in answers[0]
+    shares = [line for line in told.out.splitlines() if line.startswith("text.txt, ")]
+    assert all(re.match(r"text.txt, \d+% of the text, [\d.]+%: ", line) for line in shares)
+    assert sum(f"{KEY} is the pass" in line or f"key is {KEY}" in line for line in shares) >= 2
     assert sum(metrics(server)[hits].values()) - before > 3 * BUDGET
+
+
+def test_what_answers_attended_to_is_told_to_those_who_asked(server):
+    """By the name of the answer, which nobody guesses; others find nothing."""
+    asked = {"kv_retrieval_budget": BUDGET}
+    noted = server.complete(PROMPT, 4, kv_retrieval_sources=True, **asked)
+    silent = server.complete(PROMPT, 4, **asked)
+    client = Client(server.url)
+    status, text = client.ask(f"/v1/kv_retrieval/sources/{noted.id}-0")
+    told = json.loads(text)
+    assert (status, told["steps"]) == (200, 3)
+    assert len(told["groups"]) == 4
+    assert told["groups"][-1][1] == 29
+    shares = np.array(told["peaks"])
+    assert shares.shape == (4, -(-told["tokens"] // told["page_size"]))
+    assert (shares >= np.array(told["weights"])).all()
+    assert 0 < shares.max() <= 1
+    for other in (f"{silent.id}-0", "cmpl", "x" * 100):
+        assert client.ask(f"/v1/kv_retrieval/sources/{other}")[0] == 404
+
+
+def test_page_of_a_request(server, tmp_path, capsys):
+    """``vllm-kvretrieval explain --url``: an answer's passages in one file."""
+    path, page = tmp_path / "text.txt", tmp_path / "page.html"
+    path.write_text(PROMPT)
+    model = json.loads(Client(server.url).ask("/v1/models")[1])["data"][0]["id"]
+    options = ("--url", server.url, "--answer-tokens", "12", "--html", str(page))
+    assert main(["explain", model, str(path), *options]) == 0
+    assert KEY in capsys.readouterr().out
+    (text,) = re.findall(r'id="data">(.*?)</script>', page.read_text())
+    shown = json.loads(text)
+    assert KEY in shown["facts"]
+    assert "".join(shown["texts"]).endswith(PROMPT[-40:])
+    assert len(shown["rows"]) == 4
+    best = max(
+        (weight, number)
+        for row in shown["rows"][1:]
+        for number, weight in enumerate(row["steps"][0]["weights"])
+        if KEY in shown["texts"][number]
+    )
+    assert best[0] > 0.05, "the passage with the key is attended to"
+
+
+HOSTILE = '<script>bad = 1</script><img src="x" onerror="bad = 1">\n'
+
+
+def test_page_in_a_browser(server, tmp_path):
+    """It reads a document, answers twice, and marks the passage that the answer is from.
+
+    What a document holds, and is called, stays text.
+    """
+    text = HOSTILE + PROMPT.partition("\nWhat is")[0]
+    with tab(tmp_path / "profile") as page:
+        page.open(f"{server.url}/kvretrieval")
+        page.wait("typeof at == 'function' && !at('main').hidden")
+        page.run(
+            f"""(() => {{
+                const files = new DataTransfer();
+                files.items.add(new File([{json.dumps(text)}], {json.dumps(HOSTILE + ".txt")}));
+                at("file").files = files.files;
+                at("file").dispatchEvent(new Event("change"));
+            }})()"""
+        )
+        page.wait("state.document?.tokens && !at('send').disabled")
+        assert re.fullmatch(r"([\d,]+) of \1 tokens read.*", page.run("at('far').textContent"))
+        page.picture(tmp_path / "read.png")
+        page.run(
+            f"""(() => {{
+                at("budget").value = {BUDGET};
+                at("beside").checked = true;
+                at("question").value = "What is the pass key?";
+                at("ask").requestSubmit();
+            }})()"""
+        )
+        page.wait("state.turns.length || at('error').textContent")
+        assert page.run("at('error').textContent") == ""
+        answers = page.run("[...document.querySelectorAll('.answer')].map((a) => a.innerText)")
+        assert [answer.partition(":")[0] for answer in answers] == [
+            f"budget {BUDGET}",
+            "full attention",
+        ]
+        assert all(KEY in answer for answer in answers)
+        marked = "[...document.querySelectorAll('mark')].map((mark) => mark.textContent)"
+        assert any(KEY in passage for passage in page.run(marked))
+        assert page.run("at('group').options.length") == 5
+        page.run("at('group').value = '4'; at('group').onchange()")
+        assert page.run(marked)
+        assert page.run("at('text').textContent") == text
+        page.picture(tmp_path / "answered.png")
+        assert page.run("typeof bad") == "undefined"
+        assert page.run("document.images.length + document.scripts.length") == 1
+        elsewhere = [url for url in page.requested if not url.startswith(server.url)]
+        assert (page.complaints, elsewhere) == ([], [])
 
 
 def test_many_clients(server):

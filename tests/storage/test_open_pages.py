@@ -38,8 +38,8 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
         table = np.full((len(ids), 400), -1)
         for row, name in enumerate(ids):
             table[row, : len(contexts[name][2])] = contexts[name][2]
-        after = [contexts[name][1] for name in ids]
-        closing = tier.advance(ids, np.array(before), np.array(after), table)
+        after = np.array([contexts[name][1] for name in ids])
+        closing = tier.advance(ids, np.array(before), after, after, table)
         assert not encoded.intersection(closing)
         assert len(set(closing)) == len(closing)
         encoded.update(closing)
@@ -69,11 +69,29 @@ def test_all_layers_encode_what_leaves(tmp_path):
         storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
         step = StepContexts(
             requests=["a"],
+            seats=np.array([0]),
             before=np.array([before]),
             lens=np.array([before + SIZE]),
+            certain=np.array([before + SIZE]),
             block_table=np.array([[7, 8]]),
             whole=None,
             laid_out=[],
             most_pages=1,
         )
         assert [storage.plan(step).leaving.tolist() for _ in range(2)] == [[page], [page]]
+
+
+def test_pages_with_drafts_stay_open():
+    """Until the tokens that a page is full of are certain; with others in their places, or not."""
+    tier, table = OpenPages(SIZE, 0), np.array([[7, 8, 9, 5]])
+
+    def closing(before, certain, after):
+        start, end, stay = (np.array([tokens]) for tokens in (before, after, certain))
+        return tier.advance(["a"], start, end, stay, table)
+
+    assert closing(0, 3, 3) == []
+    assert closing(3, 4, 9) == [7]  # drafts fill a page, and begin another
+    assert closing(5, 6, 8) == []  # one was accepted, and other drafts fill the page again
+    assert closing(6, 7, 8) == []  # all were rejected
+    assert closing(8, 9, 13) == [8]  # one was accepted, which has filled the page
+    assert tier.end(["a"]) == ([], [9, 5])

@@ -51,7 +51,7 @@ def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
     if not child:
         stored = opened()
         os.truncate(path / USED, 0)
-        stored.finish(SimpleNamespace(request_id="1"), [3, 550])
+        stored.finish(SimpleNamespace(request_id="1"), [[3, 550]])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -67,12 +67,12 @@ def test_an_order_of_use_that_cannot_be_written(tmp_path, monkeypatch, logged):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         for blocks in ([3, 550], [7], []):
-            stored.finish(request, blocks)
+            stored.finish(request, [blocks])
     assert [line[:10] for line in logged] == ["error: sto"]
     used = stored._store.used.copy()
     assert used[550] < used[3] < used[7] == used.max()
-    stored.finish(request, [9])
-    stored.finish(request, [5])
+    stored.finish(request, [[9]])
+    stored.finish(request, [[5]])
     assert [line[:5] for line in logged] == ["error", "info:"]
     stored.close()
     later = opened()
@@ -106,7 +106,7 @@ def test_a_damaged_number_of_use(tmp_path):
     with (path / USED).open("r+b") as file:
         file.write(b"\xff" * 8)
     stored = opened()
-    stored.finish(SimpleNamespace(request_id="1"), [3])
+    stored.finish(SimpleNamespace(request_id="1"), [[3]])
     assert stored._store.used[3] == stored._store.used.max() == 600
     stored.close()
 

@@ -208,13 +208,18 @@ def test_what_is_forgotten_is_never_another_context(make):
     assert read_pins(store.folder) == {key("axx")}
 
 
+def path(text):
+    """Keys of a context's blocks."""
+    return [key(text[:end]) for end in range(1, len(text) + 1)]
+
+
 def test_a_name_that_is_given_anew(make):
     store = make("a", "abc", "z")
     directory = str(store.folder.path.parent)
-    _note(directory, {"book": key("abc")}, pin=False)
+    _note(directory, name_of(store), {"book": path("abc")}, pin=False)
     alter(store, "book", DROP)
     assert read_forgotten(store.folder) == Forgotten(frozenset({"book"}), (key("abc"),))
-    _note(directory, {"book": key("z")}, pin=False)
+    _note(directory, name_of(store), {"book": path("z")}, pin=False)
     assert read_forgotten(store.folder).names == frozenset()
     assert alter(store, "book", DROP) == {name_of(store)}
     assert texts(store) == []
@@ -293,10 +298,10 @@ def test_a_name_that_moves_takes_its_pin_along(make, capsys, pin):
     """And the older version is told of, unless it is a part of the new one, or has a name."""
     store = make("a", "abc", "axyz")
     directory = str(store.folder.path.parent)
-    _note(directory, {"book": key("abc"), "same": key("axy")}, pin=True)
+    _note(directory, name_of(store), {"book": path("abc"), "same": path("axy")}, pin=True)
     assert "older" not in capsys.readouterr().out
     for text, older in (("axy", "abc"), ("axyz", None), ("abc", "axyz")):
-        _note(directory, {"book": key(text)}, pin=pin)
+        _note(directory, name_of(store), {"book": path(text)}, pin=pin)
         said = capsys.readouterr().out
         assert ("An older version of book is there" in said) == (older is not None)
         assert not older or f"store drop {directory} {ident(older)}" in said

@@ -148,7 +148,8 @@ def test_losses_count_whenever_the_runner_asks_for_them(tmp_path, monkeypatch, l
     lost = [False, True]
     for block in (1, 2):
         step = StoreStep(commit=[(block, record(block))])
-        worker._compute(SimpleNamespace(**{FIELD: step}))
+        worker._begin_stored(output := SimpleNamespace(**{FIELD: step}))
+        worker._compute(output)
         worker.sample_tokens(None)
     settle(home)
     assert reader(tmp_path, home).records().keys() == {2}

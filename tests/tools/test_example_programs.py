@@ -3,15 +3,12 @@
 import importlib.util
 import json
 from http.server import BaseHTTPRequestHandler
-from io import StringIO
 from types import SimpleNamespace
 from typing import ClassVar
 
 import batch
-import chat
 import compare
 import demo
-import httpx
 import openai
 import pytest
 import reading
@@ -19,25 +16,18 @@ from tokenizers import Tokenizer
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.engine import checkpoint
-from tests.support.local_http import listening, name_dead_proxy
+from tests.support.local_http import listening
 
 MODEL = "SmolLM2-135M-Instruct"
 
 
-class Models(BaseHTTPRequestHandler):
-    """A server that says which models it has, and notes the keys that it is given.
+class Metrics(BaseHTTPRequestHandler):
+    """A server that counts the tokens of a prompt, and has its metrics while it reads one."""
 
-    It also counts the tokens of a prompt, and has its metrics while it reads one.
-    """
-
-    keys: ClassVar[list[str | None]] = []
     metrics: ClassVar[str] = ""
 
     def do_GET(self):
-        self.keys.append(self.headers["Authorization"])
-        model = {"id": "m", "object": "model", "created": 0, "owned_by": "me"}
-        models = json.dumps({"object": "list", "data": [model]})
-        self.answer(self.metrics if self.path == "/metrics" else models)
+        self.answer(self.metrics)
 
     def do_POST(self):
         self.answer(json.dumps({"count": 8000}) if self.path == "/tokenize" else "{}")
@@ -50,38 +40,6 @@ class Models(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
-
-
-def test_chat_asks_no_proxy_for_this_machine(monkeypatch):
-    """The proxy is dead, so an answer has come without it."""
-    name_dead_proxy(monkeypatch)
-    with listening(Models) as port:
-        for host in ("127.0.0.1", "localhost"):
-            client = chat.connect(f"http://{host}:{port}/v1", "none")
-            assert client.models.list().data[0].id == "m"
-    elsewhere = chat.connect("http://example.invalid/v1", "none").with_options(max_retries=0)
-    with pytest.raises(openai.APIConnectionError) as error:
-        elsewhere.models.list()
-    assert "Connection refused" in str(error.value.__cause__), "others are asked by the proxy"
-
-
-@pytest.mark.parametrize("given", [[], ["--api-key", "other"]])
-@pytest.mark.parametrize("named", [None, "", "secret"])
-def test_the_key_of_a_chat(monkeypatch, tmp_path, given, named):
-    """As ``doctor`` takes it, and ``vllm serve``."""
-    (tmp_path / "text.txt").write_text("text")
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    if named is not None:
-        monkeypatch.setenv("VLLM_API_KEY", named)
-    monkeypatch.setattr("sys.stdin", StringIO("\n"))
-    Models.keys.clear()
-    with listening(Models) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        monkeypatch.setattr(
-            "sys.argv", ["chat.py", str(tmp_path / "text.txt"), "--url", url, *given]
-        )
-        assert chat.main() == 0
-    assert Models.keys == [f"Bearer {'other' if given else named or 'none'}"]
 
 
 METRICS = """\
@@ -105,9 +63,9 @@ vllm:cache_config_info{block_size="128",engine="0",kv_cache_size_tokens="16384"}
 )
 def test_how_far_a_server_has_read(monkeypatch, metrics, said):
     """Told of its only request; of several the share of each is not known."""
-    monkeypatch.setattr(Models, "metrics", metrics)
-    with listening(Models) as port:
-        client = chat.connect(f"http://127.0.0.1:{port}/v1", "none")
+    monkeypatch.setattr(Metrics, "metrics", metrics)
+    with listening(Metrics) as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
         far = reading.Reading(client, model="m", messages=[{"role": "user", "content": "long"}])
         assert far() == said
     assert far() == "", "the server has gone"
@@ -123,59 +81,6 @@ def test_progress_of_a_reading(capsys):
         "reading: 10 s, 10.2 of 12",
         "read",
     ]
-
-
-@pytest.fixture
-def said_by_chat(monkeypatch, tmp_path, capsys):
-    """Runs ``chat.py`` with a document; gives what it says and its exit status."""
-
-    def run(content, url="http://127.0.0.1:9/v1"):
-        (tmp_path / "report.pdf").write_bytes(content)
-        monkeypatch.setattr("sys.stdin", StringIO("What?\n"))
-        monkeypatch.setattr("sys.argv", ["chat.py", str(tmp_path / "report.pdf"), "--url", url])
-        status = chat.main()
-        return capsys.readouterr().err, status
-
-    return run
-
-
-def test_chat_without_a_server(said_by_chat):
-    """It names the address, and says how to start one."""
-    said, status = said_by_chat(b"text")
-    assert status == 1
-    assert "no server answers at http://127.0.0.1:9/v1. Start one" in said
-    assert chat.__doc__.count("vllm serve ") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b"%PDF-1.7\n\xe2\xe3",
-            "report.pdf is a PDF. Take its text: pdftotext report.pdf report.txt",
-        ),
-        (b"\xff", "report.pdf is not UTF-8 text"),
-    ],
-)
-def test_chat_takes_text_alone(said_by_chat, content, said):
-    error, status = said_by_chat(content)
-    assert status == 1
-    assert said in error
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "said"),
-    [
-        (openai.AuthenticationError, "Unauthorized", "--api-key"),
-        (openai.BadRequestError, "This model's maximum context length is 8192", "--max-model-len"),
-        (openai.BadRequestError, "kv_retrieval.budget=1 is too small", "is too small"),
-    ],
-)
-def test_what_to_do_about_an_answer(kind, message, said):
-    response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1/v1"))
-    remedy = chat.remedy(kind(message, response=response, body=None), "")
-    assert remedy.startswith(message)
-    assert said in remedy
 
 
 COLUMNS = {"slow": (30.0, 31.0, 33.0), "alike": (16.0, 18.0, 16.5), "faster": (14.0, 14.1, 14.2)}

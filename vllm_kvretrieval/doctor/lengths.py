@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_kvretrieval.command_line import serve_arguments
@@ -23,6 +23,25 @@ TESTED_BY_MAKERS = {
 COMPARE = "compare answers on your own text with full attention, and with shorter ones"
 
 
+def read_model(arguments: Sequence[str]) -> Any:
+    """vLLM's configuration of a model.
+
+    Args:
+        arguments: The arguments of ``vllm serve`` that name it.
+
+    Raises:
+        ValueError: vLLM cannot read the model.
+        OSError: It is not there.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = serve_arguments(arguments)
+    check_model(given.model)
+    given.skip_tokenizer_init = True
+    with quiet():
+        return AsyncEngineArgs.from_cli_args(given).create_model_config()
+
+
 def read_length(model: str, length: str) -> tuple[Any, int]:
     """vLLM's configuration of a model, and a length as vLLM reads it, such as ``128K``.
 
@@ -30,14 +49,8 @@ def read_length(model: str, length: str) -> tuple[Any, int]:
         ValueError: vLLM cannot read the model.
         SystemExit: The length is none.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     wanted = serve_arguments([model, "--max-model-len", length]).max_model_len
-    check_model(model)
-    given = serve_arguments([model])
-    given.skip_tokenizer_init = True
-    with quiet():
-        return AsyncEngineArgs.from_cli_args(given).create_model_config(), wanted
+    return read_model([model]), wanted
 
 
 def check_length(model: str, length: str) -> tuple[list[Finding], list[str] | None]:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_kvretrieval.command_line import serve_arguments
 from vllm_kvretrieval.compat import configured_block_size
@@ -97,32 +97,41 @@ def refusal(error: Exception) -> str:
     return " ".join(text.rstrip(".").split())
 
 
-def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Finding]:
-    """What a model whose layers are all alike takes of memory and home."""
+class TokenBytes(NamedTuple):
+    """What a token of a model whose layers are all alike takes, per worker.
+
+    Attributes:
+        kv: Bytes of its keys and values, in all layers.
+        indexed: Its bytes in the page indexes.
+        retrieving: The share of layers that retrieve.
+    """
+
+    kv: float
+    indexed: float
+    retrieving: float
+
+
+def token_bytes(vllm_config: Any, config: RetrievalConfig) -> TokenBytes | None:
+    """What a token takes; None where layers differ, so that only a start shows it.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: The engine's.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from vllm_kvretrieval.engine.memory import bytes_per_block
     from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
 
-    model, parallel, cache = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-    )
-    block_size, longest = configured_block_size(vllm_config), model.max_model_len
-    yield Finding("options", f"{config.method} with a budget of {config.budget} tokens")
-    yield Finding("block size", f"{block_size} tokens; routers that hash prefixes are told this")
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     numbers = full_attention_layers(model)
     layers = model.get_total_num_hidden_layers()
     if numbers is None or len(numbers) < layers or parallel.pipeline_parallel_size > 1:
-        yield _sizes_by_layer(model, parallel, numbers, config.home)
-        return
-    from vllm_kvretrieval.engine.memory import bytes_per_block
-
-    heads = model.get_num_kv_heads(parallel)
+        return None
     spec = FullAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=heads,
+        block_size=configured_block_size(vllm_config),
+        num_kv_heads=model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )
@@ -139,17 +148,35 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
         retrieving,
         current_platform.record_alignment,
     )
+    return TokenBytes(kv / spec.block_size, index / spec.block_size, len(found) / layers)
+
+
+def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Finding]:
+    """What a model takes of memory and home."""
+    from vllm_kvretrieval.retrieval.layers import full_attention_layers
+
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
+    block_size, longest = configured_block_size(vllm_config), model.max_model_len
+    yield Finding("options", f"{config.method} with a budget of {config.budget} tokens")
+    yield Finding("block size", f"{block_size} tokens; routers that hash prefixes are told this")
+    token = token_bytes(vllm_config, config)
+    if token is None:
+        yield _sizes_by_layer(model, parallel, full_attention_layers(model), config.home)
+        return
     each = " per worker" if parallel.world_size > 1 else ""
+    context = -(-longest // block_size) * block_size * (token.kv + token.indexed)
     yield Finding(
         "sizes",
-        f"a token takes {kv / block_size / KIB:.1f} KiB of KV cache and {index / block_size:.0f} "
-        f"bytes of page index{each}; a context of {longest} tokens "
-        f"{-(-longest // block_size) * (kv + index) / GIB:.2f} GiB",
+        f"a token takes {token.kv / KIB:.1f} KiB of KV cache and {token.indexed:.0f} bytes of page "
+        f"index{each}; a context of {longest} tokens {context / GIB:.2f} GiB",
     )
-    share = len(found) / layers
-    yield _many_users(vllm_config, config, users, kv / block_size, index / block_size, share)
+    yield _many_users(vllm_config, config, users, *token)
     if not config.slow_home and (memory := cache.kv_cache_memory_bytes) is not None:
-        tokens = memory // kv * block_size
+        tokens = int(memory // (token.kv * block_size)) * block_size
         yield Finding(
             "cache",
             f"{memory / GIB:.2f} GiB hold {tokens} tokens, {tokens / longest:.1f} contexts of "

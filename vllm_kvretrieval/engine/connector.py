@@ -160,7 +160,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM asks again then, and looks up anew what the request shares.
         """
-        waits = self._stored is not None and self._stored.waits(request, num_computed_tokens)
+        waits = self._stored is not None and self._stored.waits(request)
         return (None if waits else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -174,7 +174,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """vLLM may free the blocks at once."""
         if self._stored is not None:
-            self._stored.finish(request, block_ids[0])
+            self._stored.finish(request, block_ids)
         return False, None
 
     def shutdown(self) -> None:

@@ -1,6 +1,7 @@
 """The table of running requests: their seats, options and counts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, read_options, write_options
+from vllm_kvretrieval.engine.sources import Sources
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.methods.page_chunks import PromptReads
@@ -104,6 +106,7 @@ class RequestTable:
         arrived: Requests that got their first blocks in this step, perhaps with contents, and
             sessions that got more input.
         loaded: Pages that a KV connector fills; None: there is no connector.
+        sources: What answers attend to, of requests that ask; None: none may.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class RequestTable:
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
+        self.sources: Sources | None = None
 
     def __len__(self) -> int:
         return len(self._seat_of)
@@ -238,6 +242,8 @@ class RequestTable:
 
     def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
         """The context and the counts of the request in a seat. Resets the counts of the seat."""
+        if self.sources is not None:
+            self.sources.leave(seat)
         if self.kept is not None:
             self.kept.leave(seat)
         counts = self._counts([seat])
@@ -281,6 +287,30 @@ class RequestTable:
         if self.kept is not None:
             self.kept.end_step()
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Between two steps of the engine: steps in which requests draft for themselves.
+
+        Each begins by :meth:`set_drafting`. Requests select in them that attend to everything in
+        the engine's steps. What they read is counted, and their contexts are as before in the end.
+        """
+        rows, foreseen, arrived, batch = self._rows, self.foreseen, self.arrived, self.batch
+        exact, contexts = self.records["exact"].copy(), self._context.copy()
+        self._book_foreseen()
+        self.foreseen, self.arrived, self.in_step = ForeseenSteps(), frozenset(), True
+        self.records["exact"] = False
+        try:
+            yield
+        finally:
+            self._rows, self.foreseen, self.arrived, self.in_step = rows, foreseen, arrived, False
+            self.batch, self._batch_seats = batch, None
+            self.records["exact"], self._context[:] = exact, contexts
+
+    def set_drafting(self, batch: Sequence[str]) -> None:
+        """Begin a step of :meth:`drafting`, of requests that have seats."""
+        self._rows, self.foreseen = lambda _: batch, ForeseenSteps()
+        self.batch, self._batch_seats = batch, None
+
     def _book_foreseen(self) -> None:
         """Book the foreseen steps that have passed; the next step is none of them."""
         batch, passed = self.foreseen.stop()
@@ -314,6 +344,15 @@ class RequestTable:
         """
         return lens > self.ends[seats]
 
+    def certain(self, seats: np.ndarray, before: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """int [n]; tokens of contexts with a step, without drafts that it may reject.
+
+        Args:
+            seats: The requests' seats.
+            before, lens: int [n]; tokens of the contexts before the step, and with it.
+        """
+        return np.maximum(np.minimum(lens, self.ends[seats]), before + 1)
+
     def count_steps(
         self,
         seats: np.ndarray,
@@ -321,13 +360,16 @@ class RequestTable:
         pages: np.ndarray,
         sparse: np.ndarray,
         decodes: np.ndarray,
+        reads: np.ndarray,
     ) -> None:
         """Book a step: which rows decode, and which of them attend to selected pages only.
 
-        A step is booked once, although several groups of layers may report it.
+        A step is booked once, although several groups of layers may report it. Rows that ``reads``
+        names are left to :meth:`count_prefill`.
         """
-        new = lens != self._context[seats]
-        self._context[seats] = lens
+        known = self._context[seats]
+        new = (lens != known) & ~reads
+        self._context[seats] = np.where(reads, known, lens)
         attended = self._attended(seats, pages)
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self._steps.numpy()[seats, :4] += booked * new[:, None]
@@ -397,6 +439,8 @@ class RequestTable:
         note = self.notes[req_id]
         options = read_options(req_id, note.extra_args, self._reader)
         self.ends[seat] = note.tokens
+        if self.sources is not None:
+            self.sources.sit(seat, req_id, options.sources)
         if self.config.memory_fraction is not None and not options.own_budget:
             tokens = self.config.budget_of_share(note.prompt, self.dense_share, options.method)
             options = replace(options, budget=self.config.page_budget(tokens, options.method))

@@ -24,6 +24,7 @@ from vllm_kvretrieval.engine.reports import put
 from vllm_kvretrieval.engine.running import read_options
 from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.retrieval.exactness_levels import NEVER, BlockLevels, Level, Taint
+from vllm_kvretrieval.store.serving.groups import numbers_of
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 logger = init_logger("vllm.kvretrieval.scheduler")
@@ -69,12 +70,17 @@ class RetrievalScheduler(ChunkScheduler):
 
     max_num_running_reqs: int
     max_num_active_reqs: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The model's own drafts are written behind the tokens of a step.
+        self.num_lookahead_tokens = max(self.num_lookahead_tokens, self.retrieval.drafts)
         self.levels = BlockLevels()
         self._rules, self._reader = ExactnessRules(self.retrieval), RequestReader(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
+        self._specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        self._order = numbers_of(self._specs)
         self._contexts: dict[str, Context] = {}
         self._arrivals = Arrivals()
         # If so, the last block of a prompt has a hash before it is full.
@@ -159,7 +165,10 @@ class RetrievalScheduler(ChunkScheduler):
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
         pool = self.kv_cache_manager.block_pool
-        longest = -(-self.max_model_len // self.hash_block_size)
+        longest = sum(
+            -(-spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes)
+            for spec in self._specs
+        )
         self._store = SchedulerStore(
             self.retrieval.store,
             name,
@@ -168,6 +177,7 @@ class RetrievalScheduler(ChunkScheduler):
             longest,
             self._arrivals,
             self.retrieval.store_days,
+            self._specs if len(self._specs) > 1 else (),
         )
         return self._store
 
@@ -209,6 +219,8 @@ class RetrievalScheduler(ChunkScheduler):
                 tokens,
                 found,
             )
+        if self._store is not None:
+            self._store.note_hit(request, blocks.blocks)
         if self._loads is not None:
             self._loads.note_hit(request, tokens)
         noted = [tokens // group.block_size for group in self._managers]
@@ -317,7 +329,7 @@ class RetrievalScheduler(ChunkScheduler):
     def _taint(self, context: Context, tokens: int) -> Taint:
         """The taint of the context after a step of ``tokens`` tokens."""
         start, taint = context.request.num_computed_tokens, context.taint
-        decodes, resumable = tokens == 1 and start >= context.ends, context.request.resumable
+        decodes, resumable = start >= context.ends, context.request.resumable
         if decodes or (tokens == 1 and resumable):
             taint = taint.plus(context.exactness.decoding(start))
         if not decodes or resumable:
@@ -330,7 +342,8 @@ class RetrievalScheduler(ChunkScheduler):
         self._renew(context)
         context.taint = self._taint(context, tokens)
         self._note_final(context)
-        end = context.request.num_computed_tokens + tokens
+        start = context.request.num_computed_tokens
+        end = start + (tokens if start < context.ends else 1)  # drafts may be rejected
         if end < context.ends or context.request.resumable:
             return
         # The next block may get its hash when its last token is computed.
@@ -342,12 +355,13 @@ class RetrievalScheduler(ChunkScheduler):
     def _note_final(self, context: Context) -> None:
         """Note the final levels of all blocks that have hashes."""
         self._note(context, context.taint)
-        for group, cached in enumerate(self._cached(context)):
-            first = context.noted[group]
+        counts = self._cached(context)
+        for group in self._order:
+            first, cached = context.noted[group], counts[group]
             if self._store is not None:
                 blocks = self._managers[group].req_to_blocks[context.request.request_id]
                 new = blocks[first:cached]
-                self._store.offer(context.request, first, new, context.arrived)
+                self._store.offer(context.request, group, first, new, context.arrived)
             context.noted[group] = max(first, cached)
 
     def _note_running(self) -> None:

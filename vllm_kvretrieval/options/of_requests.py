@@ -33,6 +33,21 @@ _OTHERS: Mapping[str, Option] = {
         "`max_budget`",
         "the server's",
     ),
+    "drafts": Option(
+        OPTIONS["drafts"].kind,
+        "the most draft tokens at a step, up to the server's `drafts`",
+        "the server's",
+        more="speculative-decoding.md",
+    ),
+    "lossless": Option(
+        SWITCH,
+        "as the server's option, on a server with `drafts`",
+        "the server's",
+        why=OPTIONS["lossless"].why,
+        verdict=OPTIONS["lossless"].verdict,
+        neutral=False,
+        more="speculative-decoding.md#lossless-mode",
+    ),
     "exact": Option(
         SWITCH,
         "full attention at every step, from the file if the cache is on disk; the server may "
@@ -44,6 +59,13 @@ _OTHERS: Mapping[str, Option] = {
         "share with other requests only keys and values that full attention has computed",
         "false, unless the server's `reuse` is `exact`",
         more="#what-requests-share",
+    ),
+    "sources": Option(
+        SWITCH,
+        "note which pages of the context the answer attends to, for `/v1/kv_retrieval/sources`; "
+        "with the server's option `sources`",
+        "false",
+        more="chat.md",
     ),
     "method": Option(
         checked_later("the server's method, one of its `also`, or `streamingllm`"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_kvretrieval.options import choices, of_prompts
+from vllm_kvretrieval.options import choices, of_drafts, of_prompts
 from vllm_kvretrieval.options.option import Option, of_method, option
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -232,7 +232,18 @@ class Options:
         "none",
         on_gpu="name a budget",
     )
+    drafts: int = of_drafts.DRAFTS
+    lossless: bool = of_drafts.LOSSLESS_SWITCH
     allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
+    sources: bool = option(
+        False,
+        SWITCH,
+        "whether requests may ask which pages of their contexts their answers attend to, and "
+        "whether browsers find a page at `/kvretrieval`; both where `VLLM_PLUGINS` names "
+        "`kvretrieval`",
+        on_gpu="leave it out",
+        more="chat.md",
+    )
     client_options: Any = option(
         None,
         checked_later("a list of options of a request; `[]`: none"),

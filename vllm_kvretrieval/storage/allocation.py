@@ -10,7 +10,7 @@ have addresses for all numbers, of which only theirs take memory (``engine/block
 """
 
 import mmap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -127,3 +127,32 @@ def _others(
         views = create_kv_cache_views(raw, spec, blocks, layout, tensor, page_sizes[number])
         kv_caches.update(zip(tensor.layers, views, strict=True))
     return kv_caches
+
+
+def shared_memory(
+    kv_cache_config: KVCacheConfig, layers: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The memory of a KV cache whose groups of layers share it: a block is of one of them.
+
+    Args:
+        kv_cache_config: vLLM's, of the cache that it has allocated.
+        layers: vLLM's layers by name.
+
+    Returns:
+        uint8 [blocks, n] each; together they have all bytes of a block, whichever group has it.
+    """
+    first = kv_cache_config.kv_cache_tensors[0]
+    cache = layers[first.layers[0]].kv_cache
+    cache = cache if isinstance(cache, torch.Tensor) else cache[0]
+    memory = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
+    assert memory.numel() == first.size, "all groups lie in one allocation"
+    blocks, end = kv_cache_config.num_blocks, 0
+    places = {
+        (tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for layer in range(len(tensor.layers))
+    }
+    for begin, stride in sorted(places):
+        if begin >= end:  # otherwise it lies beside other layers, in the same blocks
+            end = begin + blocks * stride
+            yield memory[begin:end].view(blocks, stride)

@@ -80,7 +80,10 @@ class LostBlocks(Lost):
         self._found.clear()
         if not self._doubtful:
             return
-        shared, new = allotted_blocks(step, self._block_size, self._groups)
+        sizes = [self._block_size] * len(self._groups)
+        found = allotted_blocks(step, sizes, self._groups)
+        shared = {block for of_group, _ in found for block in of_group}
+        new = {block for _, of_group in found for block in of_group}
         self.add(self._doubtful.intersection(shared))
         self._doubtful.difference_update(new)
 
@@ -120,17 +123,18 @@ class LostBlocks(Lost):
 
 
 def allotted_blocks(
-    step: Any, block_size: int, groups: tuple[int, ...] = (0,)
-) -> tuple[list[int], list[int]]:
-    """The blocks that requests get in a step, of some groups of layers with equal blocks.
+    step: Any, sizes: Sequence[int], groups: Sequence[int] | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """The blocks that requests get in a step.
 
     Args:
         step: vLLM's scheduler output.
-        block_size: Tokens of a block.
-        groups: The groups' numbers.
+        sizes: Tokens of a block, of each group of layers.
+        groups: Numbers of these groups; None: they are all.
 
     Returns:
-        Numbers of the blocks that were computed before, and of those that are written anew.
+        For each group, numbers of the blocks that were computed before, and of those that are
+        written anew.
     """
     cached = step.scheduled_cached_reqs
     allotted = [(new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs]
@@ -139,10 +143,11 @@ def allotted_blocks(
     ):
         if blocks is not None:
             allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
-    shared, new = list[int](), list[int]()
-    for of_request, tokens in allotted:
-        count = -(-tokens // block_size)
-        for group in groups:
-            shared += of_request[group][:count]
-            new += of_request[group][count:]
-    return shared, new
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in sizes]
+    for of_all, tokens in allotted:
+        by_group = of_all if groups is None else [of_all[group] for group in groups]
+        for of_request, size, (shared, new) in zip(by_group, sizes, found, strict=True):
+            count = -(-tokens // size)
+            shared += of_request[:count]
+            new += of_request[count:]
+    return found

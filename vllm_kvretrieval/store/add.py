@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,11 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import CONFIG_KEY, DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.model_files import check_model
-from vllm_kvretrieval.store.disk.changes import each_store, give_names, locked
-from vllm_kvretrieval.store.disk.contexts import contexts, id_of, reachable
+from vllm_kvretrieval.store.disk.changes import give_names, locked
+from vllm_kvretrieval.store.disk.contexts import beside, contexts, id_of, reachable
+from vllm_kvretrieval.store.disk.groups import Parts, groups_of, hash_size
 from vllm_kvretrieval.store.disk.names import check_name
-from vllm_kvretrieval.store.disk.ranks import Ranks
+from vllm_kvretrieval.store.disk.ranks import name_of_all, open_ranks
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -143,14 +144,14 @@ def add(given: argparse.Namespace) -> None:
     try:
         documents = _documents(llm, texts, names, chat)
         _read(llm, documents, given.salt)
-        config = llm.llm_engine.vllm_config.cache_config
-        keys = {name: last_key(tokens, config, given.salt) for name, tokens in documents.items()}
+        algorithm = llm.llm_engine.vllm_config.cache_config.prefix_caching_hash_algo
+        store = name_of_all(llm.collective_rpc("store_name")[0])
     finally:
         llm.llm_engine.engine_core.shutdown()
-    _note(given.store, {name: key for name, key in keys.items() if key is not None}, given.pin)
-    for name, key in keys.items():
-        if key is None:
-            print(f"{name} is shorter than a block; there is nothing to keep of it.")
+    with closing(open_ranks(given.store, store)) as opened:
+        identity = opened.identity
+    keys = {n: context_keys(t, identity, algorithm, given.salt) for n, t in documents.items()}
+    _note(given.store, store, keys, given.pin)
 
 
 def _engine(served: argparse.Namespace) -> "LLM":
@@ -232,63 +233,73 @@ def _read(llm: "LLM", documents: Mapping[str, list[int]], salt: str | None) -> N
                 done = end
 
 
-def last_key(tokens: list[int], config: Any, salt: str | None) -> bytes | None:
-    """The key of the last full block of a document, as vLLM hashes it.
+def context_keys(
+    tokens: list[int], identity: Mapping[str, Any], algorithm: str, salt: str | None
+) -> list[bytes]:
+    """The keys of a document's blocks, of a store's first group, as vLLM hashes them.
 
     Args:
         tokens: The document's tokens.
-        config: vLLM's ``CacheConfig``.
+        identity: The store's.
+        algorithm: vLLM's name of the hash function.
         salt: The ``cache_salt`` of requests.
-
-    Returns:
-        None: it has no full block.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+    hash_function = get_hash_fn_by_name(algorithm)
     init_none_hash(hash_function)
-    hasher = get_request_block_hasher(config.block_size, hash_function)
+    unit = hash_size(identity)
+    hasher = get_request_block_hasher(unit, hash_function)
     request = Request(
         "document", tokens, SamplingParams(), None, cache_salt=salt, block_hasher=hasher
     )
-    return request.block_hashes[-1] if request.block_hashes else None
+    each = groups_of(identity)[0].size // unit
+    return [bytes(key) for key in request.block_hashes[each - 1 :: each]]
 
 
-def _note(directory: str, keys: Mapping[str, bytes], pin: bool) -> None:
+def _note(directory: str, name: str, documents: Mapping[str, list[bytes]], pin: bool) -> None:
     """Name documents in the store that has them, and pin them.
+
+    Args:
+        directory: The directory of all stores.
+        name: The store's name.
+        documents: Keys of the blocks of each, see :func:`context_keys`.
+        pin: Whether to pin them.
 
     Raises:
         RetrievalConfigError: One is not there.
     """
-    missing = dict(keys)
-
-    def look(store: Ranks) -> None:
-        records = reachable(store.records())
+    with locked(directory, name, ENDS_S) as store:
+        every, groups = store.records(), groups_of(store.identity)
+        records = reachable(every)
+        parts = Parts(groups, beside(every, records))
         found = {record.key for record in records.values()}
-        own = {name: key for name, key in missing.items() if key in found}
-        if not own:
-            return
-        with locked(directory, store.name, ENDS_S):
-            older = give_names(store, own, pin)
-        ends = {context.key for context in contexts(records)}
-        for name, key in own.items():
-            del missing[name]
-            longer = "" if key in ends else ", as the beginning of another context"
-            print(f"{name} is in {store.name}{longer}.")
-            if name in older:
-                id = id_of(older[name])
-                print(
-                    f"An older version of {name} is there, too, without a name or pin; to forget "
-                    f"it: vllm-kvretrieval store drop {shlex.quote(directory)} {id}"
-                )
-
-    _, refused = each_store(directory, look)
-    if missing:
-        why = (
-            f"store add: {', '.join(missing)} could not be kept: the store is too small for all "
-            "documents (--kv-retrieval.home_bytes), or could not be written, as the log says."
+        paths = {n: keys[: parts.end(len(keys))] for n, keys in documents.items()}
+        paths = {n: keys for n, keys in paths.items() if keys}
+        whole = {n: parts.whole(keys) if keys[-1] in found else 0 for n, keys in paths.items()}
+        kept = {n: keys[-1] for n, keys in paths.items() if whole[n]}
+        older = give_names(store, kept, pin)
+    last = {context.key for context in contexts(records)}
+    for document, key in kept.items():
+        longer = "" if key in last else ", as the beginning of another context"
+        tokens = whole[document] * groups[0].size
+        cut = whole[document] < len(paths[document])
+        part = f"; requests find its first {tokens} tokens" if cut else ""
+        print(f"{document} is in {name}{longer}{part}.")
+        if document in older:
+            id = id_of(older[document])
+            print(
+                f"An older version of {document} is there, too, without a name or pin; to forget "
+                f"it: vllm-kvretrieval store drop {shlex.quote(directory)} {id}"
+            )
+    if missing := paths.keys() - kept:
+        raise RetrievalConfigError(
+            f"store add: {', '.join(sorted(missing))} could not be kept: the store is too small "
+            "for all documents (--kv-retrieval.home_bytes), or could not be written, as the log "
+            "says."
         )
-        raise RetrievalConfigError(" ".join([why, *refused]))
+    for document in documents.keys() - paths:
+        print(f"{document} is shorter than a block; there is nothing to keep of it.")

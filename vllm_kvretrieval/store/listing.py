@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from vllm_kvretrieval.store.disk.changes import each_store
-from vllm_kvretrieval.store.disk.contexts import contexts, paths, pinned_blocks, reachable
+from vllm_kvretrieval.store.disk.contexts import (
+    beside,
+    contexts,
+    paths,
+    pinned_blocks,
+    reachable,
+)
+from vllm_kvretrieval.store.disk.groups import Parts, groups_of
 from vllm_kvretrieval.store.disk.names import read_names, read_pins
 from vllm_kvretrieval.store.disk.ranks import Ranks
 
@@ -17,7 +24,7 @@ class ListedContext:
 
     Attributes:
         id: First digits of its key.
-        tokens: How many are stored.
+        tokens: How many a request would find.
         level: How exact it is.
         written: When its last block was stored, in seconds since 1970.
         pinned: Whether it has a pin.
@@ -48,7 +55,7 @@ class ListedStore:
         vllm: The version of vLLM.
         bytes: Bytes of all files.
         tokens: How many are stored.
-        room: How many can be.
+        room: How many can be, if all groups of layers keep all blocks.
         count: How many contexts there are.
         contexts: The latest of them, latest first.
     """
@@ -80,8 +87,10 @@ def listed(directory: str, most: int) -> tuple[list[ListedStore], list[str]]:
 
 
 def _listed(store: Ranks, most: int) -> ListedStore:
-    identity, size = store.identity, store.identity["block_size"]
-    records = reachable(store.records())
+    identity, groups = store.identity, groups_of(store.identity)
+    size, every = groups[0].size, store.records()
+    records = reachable(every)
+    parts = Parts(groups, beside(every, records))
     pins, by_key = read_pins(store.folder), dict[bytes, list[str]]()
     for name, key in read_names(store.folder).items():
         by_key.setdefault(key, []).append(name)
@@ -94,7 +103,7 @@ def _listed(store: Ranks, most: int) -> ListedStore:
         rows.append(
             ListedContext(
                 id=context.id,
-                tokens=context.length * size,
+                tokens=parts.whole(keys) * size,
                 level=LEVELS[context.level],
                 written=context.created,
                 pinned=context.key in pins,
@@ -111,7 +120,7 @@ def _listed(store: Ranks, most: int) -> ListedStore:
         vllm=identity["vllm"],
         bytes=store.bytes,
         tokens=len(records) * size,
-        room=store.blocks * size,
+        room=round(store.blocks / sum(1 / group.size for group in groups)),
         count=len(found),
         contexts=rows,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -40,6 +41,9 @@ class Variant:
     """Options of the engine that differ from the defaults, or its own ``method``. Such a variant
     needs an engine and a prefill of its own."""
 
+    quantization: str = ""
+    """The weights of the engine, as vLLM's option names them; empty: the checkpoint's."""
+
     index: str = ""
     """The index by which it selects; empty: not in the comparison of indexes."""
 
@@ -49,7 +53,22 @@ class Variant:
     @property
     def engine_config(self) -> RetrievalConfig:
         """Options of the engine that serves it, as far as all methods of the engine share them."""
-        return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
+        return RetrievalConfig(**{"method": OWN, **self.options_of_engine})
+
+    @property
+    def options_of_engine(self) -> dict[str, Any]:
+        """What its engine is started with: pages of its own method, where it has one, else `PAGE`.
+
+        The page is said even where it is the default, since an engine of one method may have
+        smaller ones.
+        """
+        return self.engine if "method" in self.engine else {"page_size": PAGE, **self.engine}
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What its engine is opened with: :attr:`options_of_engine`, and its weights."""
+        weights = {"quantization": self.quantization} if self.quantization else {}
+        return self.options_of_engine | weights
 
     @property
     def also(self) -> dict[str, Any]:
@@ -59,10 +78,18 @@ class Variant:
     @property
     def config(self) -> RetrievalConfig:
         """Options of an engine whose own method is this one, to see what the method alone needs."""
-        options = {"page_size": PAGE, **self.engine, **self.served}
+        options = {**self.options_of_engine, **self.served}
         options.pop("method", None)
         preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
         return RetrievalConfig(method=preset, **options)
+
+    def refusal(self, budget: int) -> str:
+        """Why it has no use for a budget; empty: it has."""
+        try:
+            self.config.page_budget(budget, key=f"--budgets for {self.name}")
+        except RetrievalConfigError as error:
+            return str(error)
+        return ""
 
     @property
     def selects(self) -> bool:

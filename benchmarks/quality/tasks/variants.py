@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.quality.tasks.variant import FREEKV, OWN, PAGE, Variant
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.presets import preset_names, presets
 
 _PRESETS = ("presets",)
 
@@ -61,6 +62,16 @@ def _encoded(method: str, bits: str, codec: str, raw: str = "") -> Variant:
     meaning = f"{method}: everything, by {codec}{raw}"
     engine = {"method": method, "codec": codec}
     return _alone("codecs", f"{method}_{bits}", meaning, **engine)
+
+
+def _weights(method: str, bits: int) -> Variant:
+    """A method over weights that are rounded as they are loaded."""
+    meaning = f"{method}, weights of {bits} bits (--quantization kvr_int{bits})"
+    engine = {} if method == OWN else {"method": method}
+    weights = f"kvr_int{bits}"
+    return Variant(
+        f"{method}_int{bits}", meaning, method, ("weights",), engine=engine, quantization=weights
+    )
 
 
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
@@ -299,6 +310,7 @@ VARIANTS = (
     *(_codec(name) for name in CODECS if name != RAW),
     *(_encoded("kivi", b, b, " but for the recent 128 tokens") for b in ("k2v2", "k4v4")),
     *(_encoded("kvquant", b, f"{b}_sparse") for b in ("k2v2", "k4v4")),
+    *(_weights(method, bits) for method in ("full", OWN) for bits in (8, 4)),
     _tiers("tiers_freekv", "freekv, pages of 32 in memory", method=FREEKV, page_size=PAGE),
     _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
     _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),
@@ -324,3 +336,32 @@ def chosen(quick: bool, also: Collection[str], alone: bool = False) -> tuple[Var
     """
     wanted = {*also} if alone else {"quick" if quick else "core", *also}
     return tuple(v for v in VARIANTS if v.name in wanted or wanted.intersection(v.groups))
+
+
+def named(names: Collection[str], apart: bool = False) -> tuple[Variant, ...]:
+    """Return the variants of these names, or groups, and presets, in an engine of their own.
+
+    Args:
+        names: Of variants, of groups of them, or of presets, another package's included.
+        apart: Names of presets mean these as they are, each in an engine of its own.
+
+    Raises:
+        ValueError: There is no such variant or preset.
+    """
+    known = {variant.name: variant for variant in VARIANTS}
+    found: dict[str, Variant] = {}
+    for name in names:
+        if name in preset_names() and (apart or name not in known):
+            found[name] = _alone("", name, presets()[name].summary, method=name)
+        elif name in known:
+            found[name] = known[name]
+        elif name in GROUPS:
+            found |= {variant.name: variant for variant in VARIANTS if name in variant.groups}
+        else:
+            there = dict.fromkeys([*GROUPS, *known, *preset_names()])
+            raise ValueError(
+                f"--variants {name}: there is no such variant, group or preset; there are: "
+                f"{', '.join(there)}"
+            )
+    found.pop(FULL.name, None)
+    return tuple(found.values())

@@ -12,6 +12,7 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.refusals import Choice, choose_attention
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
 from vllm_kvretrieval.engine.block_pools import Split
@@ -40,7 +41,9 @@ from vllm_kvretrieval.storage.allocation import home_groups
 from vllm_kvretrieval.storage.base import StorageFacts
 from vllm_kvretrieval.storage.registry import slow_kind
 from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
+from vllm_kvretrieval.store.disk.groups import GROUPS, HASH_SIZE
 from vllm_kvretrieval.store.disk.store import WorkerShare
+from vllm_kvretrieval.store.serving.groups import described
 from vllm_kvretrieval.store.serving.identity import identity_of
 from vllm_kvretrieval.store.serving.worker import WorkerStore, geometry_of
 
@@ -184,10 +187,11 @@ class Planner:
         """
         config, directory = self.retrieval_config, self.retrieval_config.store
         assert directory is not None
-        if any(type(spec) is not FullAttentionSpec for spec in self.get_kv_cache_spec().values()):
+        if self.mixed and config.slow_home:
             raise RetrievalConfigError(
-                f"kv_retrieval.store={directory!r} keeps blocks of full attention, and this model "
-                "has layers of other kinds; leave the store out."
+                f"kv_retrieval.store={directory!r} with home={config.home} keeps blocks of full "
+                f"attention, and {self.model_config.model} has layers of other kinds, too. Use "
+                "home=device, or leave the store out."
             )
         if len(hashes) != 1:
             load_format = self.vllm_config.load_config.load_format
@@ -200,6 +204,10 @@ class Planner:
         layers = self.retrieving(self.layer_numbers)
         identity = identity_of(self.vllm_config, config, layers, weights)
         identity["attention_own"] = self.attention.own
+        if self.mixed:
+            groups = compat.kv_cache_groups(self.vllm_config, self.get_kv_cache_spec())
+            identity[GROUPS] = described(groups, self.model_config.model)
+            identity[HASH_SIZE] = compat.hash_size(self.vllm_config, groups)
         self.stored = WorkerStore(directory, identity, WorkerShare(self.rank, len(weights)))
         return self.stored
 
@@ -239,6 +247,12 @@ class Planner:
         blocks = self.cache_config.num_gpu_blocks
         return blocks if self.tiers is None else self.tiers.blocks
 
+    @functools.cached_property
+    def mixed(self) -> bool:
+        """Whether some layers have no plain full attention."""
+        specs = self.get_kv_cache_spec().values()
+        return any(type(spec) is not FullAttentionSpec for spec in specs)
+
     @property
     def seats(self) -> int:
         """Most requests that run at once."""
@@ -272,7 +286,8 @@ class Planner:
     def room(self) -> Capacity:
         """How many units requests get of the KV heads of this worker."""
         heads, part = self._all_heads
-        return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
+        longest, drafts = self.model_config.max_model_len, self.vllm_config.num_speculative_tokens
+        return Capacity(self.retrieval_config, heads, longest, part, drafts)
 
     @functools.cached_property
     def fixed_counts(self) -> dict[str, torch.Tensor]:

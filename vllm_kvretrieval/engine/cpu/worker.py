@@ -21,23 +21,27 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
+from vllm_kvretrieval.engine.cpu.drafting import connect_drafter
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.start_log import log_start
+from vllm_kvretrieval.engine.drafter import Drafter
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
 from vllm_kvretrieval.engine.requests import RequestTable
 from vllm_kvretrieval.engine.running import notes
+from vllm_kvretrieval.engine.sources import LayerSources, Sources
 from vllm_kvretrieval.engine.usage import Counts
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.quantization.kernels import offer_kernels
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
-from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache
+from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 from vllm_kvretrieval.storage.memory import Memory
@@ -79,9 +83,12 @@ class RetrievalCPUWorker(CPUWorker):
     Attributes:
         planner: The worker's layers and heads, and the division of its memory.
         stored: The worker's half of the store; None without one.
+        drafter: Our drafter; None without one.
     """
 
     stored: WorkerStore | None = None
+    _hashes: Sequence[str] = ()
+    drafter: Drafter | None = None
     _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,17 +108,22 @@ class RetrievalCPUWorker(CPUWorker):
 
         With a store, the weights are hashed meanwhile.
         """
+        offer_kernels(first=self.planner.attention.own)
         if self.retrieval_config.store is None:
             super().load_model(**options)
         else:
-            with hashing_weights() as hashes:
+            with hashing_weights() as self._hashes:
                 super().load_model(**options)
-            self.stored = self.planner.open_store(hashes)
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         load_compiled(model)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache; see :meth:`Planner.divide`."""
+        """Bytes for the KV cache; see :meth:`Planner.divide`.
+
+        The store is opened before: vLLM chooses the sizes of blocks when it has loaded the model.
+        """
+        if self.retrieval_config.store is not None:
+            self.stored = self.planner.open_store(self._hashes)
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
@@ -184,6 +196,11 @@ class RetrievalCPUWorker(CPUWorker):
         lacks = {} if isas <= cpu.LAYOUTS.keys() else UNKNOWN_KEYS.lacks
         lacks = {**lacks, **(CAPPED_LOGITS.lacks if capped else {})}
         self.requests.plain = [known for known in SEAT_FIELDS if known.need in lacks]
+        if config.sources:
+            size = config.page_size
+            numbers = [planner.layer_numbers[name] for name in planner.retrieval_heads]
+            pages = -(-self.model_config.max_model_len // size)
+            self.requests.sources = Sources(size, numbers, pages)
         self.requests.loaded = LoadedPages(self.cache_config.num_gpu_blocks) if foreign else None
         self.choosers = Choosers(planner, self.requests)
         for group in groups:
@@ -202,6 +219,7 @@ class RetrievalCPUWorker(CPUWorker):
                 planner.attention.own,
             )
         self._connect(layers, groups)
+        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
             self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
@@ -243,11 +261,14 @@ class RetrievalCPUWorker(CPUWorker):
         )
 
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """What fast memory has of each block: dense layers and page indexes, uint8 [blocks, n]."""
+        """What fast memory has of each block: layers and page indexes, uint8 [blocks, n]."""
         blocks = self.cache_config.num_gpu_blocks
-        for name in self.planner.layer_numbers:
-            if name not in (*self.storage.slow_layers, *self.planner.owners):
-                yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
+        if self.planner.mixed:
+            yield from shared_memory(self.model_runner.kv_cache_config, layers)
+        else:
+            for name in self.planner.layer_numbers:
+                if name not in (*self.storage.slow_layers, *self.planner.owners):
+                    yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
         for impl in self.retrieval_layers.values():
             for index in impl.indexes:
                 yield index.records.view(blocks, -1)
@@ -288,6 +309,8 @@ class RetrievalCPUWorker(CPUWorker):
         )
         impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl
+        if self.requests.sources is not None:
+            impl.sources = LayerSources(self.requests.sources, number)
 
     def _connect(self, layers: dict[str, Any], groups: Sequence[Group]) -> None:
         """Let layers know of each other."""
@@ -350,7 +373,10 @@ class RetrievalCPUWorker(CPUWorker):
             self.storage.leave(seats, ())  # their blocks stay
         arrived = notes(scheduler_output, self.requests.notes)
         self.requests.begin_step(scheduled, scheduler_output.total_num_scheduled_tokens, arrived)
+        if self.drafter is not None:
+            self.drafter.begin_step(scheduler_output.scheduled_spec_decode_tokens, finished)
         self.storage.begin_step(scheduler_output)
+        self._begin_stored(scheduler_output)
         self._copy_blocks(scheduler_output)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
@@ -359,12 +385,15 @@ class RetrievalCPUWorker(CPUWorker):
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
         return output
 
-    def _compute(self, scheduler_output: Any) -> Any:
-        """A step of vLLM's worker; before and after it, the store follows the step."""
+    def _begin_stored(self, scheduler_output: Any) -> None:
+        """Let the store follow a step; afterwards memory has all that the step relies on."""
         if self.stored is not None:
             self._computed = getattr(scheduler_output, STORE_FIELD, None)
             if self._computed is not None:
                 self.stored.begin_step(self._computed)
+
+    def _compute(self, scheduler_output: Any) -> Any:
+        """A step of vLLM's worker; after it, the store takes what it has completed."""
         output = super().execute_model(scheduler_output)
         if output is not None:
             self._end_stored()
@@ -419,6 +448,15 @@ class RetrievalCPUWorker(CPUWorker):
             f"slots/{self.rank}": usage.slots,
         }
 
+    def retrieval_sources(self, request_id: str) -> dict[str, Any] | None:
+        """What the answer of a request has attended to; see :meth:`Sources.told`.
+
+        vLLM's front end calls it by name.
+        """
+        assert self.requests is not None
+        sources = self.requests.sources
+        return None if sources is None else sources.told(request_id)
+
     def _copy_blocks(self, scheduler_output: Any) -> None:
         """Copy what vLLM does not, of the blocks that it copies on write: index entries, and home's
         layers where the other groups have blocks of their own."""
@@ -436,6 +474,10 @@ class RetrievalCPUWorker(CPUWorker):
         for part in parts:
             blocks = part.view(self.planner.blocks, -1)
             blocks[target] = blocks[source]
+
+    def store_name(self) -> str | None:
+        """The name of the worker's store; None without one."""
+        return None if self.stored is None else self.stored.name
 
     def shutdown(self) -> None:
         """See ``Worker.shutdown``; before, the store gets what it has yet to get."""

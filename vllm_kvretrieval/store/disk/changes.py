@@ -14,6 +14,7 @@ from vllm_kvretrieval.store.disk.contexts import (
     reachable,
 )
 from vllm_kvretrieval.store.disk.files import Folder
+from vllm_kvretrieval.store.disk.groups import groups_of, pinned
 from vllm_kvretrieval.store.disk.inbox import DROP, PIN, UNPIN, Change, put
 from vllm_kvretrieval.store.disk.names import (
     Forgotten,
@@ -172,7 +173,7 @@ def _dropped(store: Ranks, asked: Change) -> tuple[set[int], set[bytes]]:
         return set(), set()
     records = store.records()
     blocks = forgotten(asked.key, records, read_kept(store.folder))
-    return blocks, {asked.key, *(records[block].key for block in blocks)}
+    return blocks, {asked.key, *(records[block].owner for block in blocks)}
 
 
 def _remark(store: Ranks, context: str, asked: Change) -> str:
@@ -182,20 +183,22 @@ def _remark(store: Ranks, context: str, asked: Change) -> str:
         _, gone = _dropped(store, asked)
         others = sorted(name for name, key in names.items() if key in gone and name != context)
         return f"Forgotten with it: {', '.join(others)}." if others else ""
-    whole = reachable(store.records())
+    records = store.records()
     if asked.action == PIN:
-        count = len(pinned_blocks(pins | {asked.key}, whole))
+        blocks, _ = pinned(pins | {asked.key}, records, groups_of(store.identity))
+        count = len(blocks)
         if count <= PINNED_SHARE * store.blocks:
             return ""
         return (
             f"{count} of {store.blocks} blocks are to be pinned, and a server keeps half of the "
             "store pinned at most; unpin or drop others."
         )
+    whole = reachable(records)
     count, by = held(asked.key, pins, whole)
     if not count:
         return ""
     all_of_it = any(r.key == asked.key and r.number + 1 == count for r in whole.values())
-    tokens = count * store.identity["block_size"]
+    tokens = count * groups_of(store.identity)[0].size
     what = "all of it" if all_of_it else f"its first {tokens} tokens"
     return f"Others keep {what} pinned: {called(by, names)}."
 

@@ -1,4 +1,7 @@
-"""Contexts: runs of blocks in a store, from the first token of a text to its last full block."""
+"""Contexts: runs of blocks in a store, from the first token of a text to its last full block.
+
+They are runs of the first group's blocks; see ``vllm_kvretrieval.store.disk.groups`` for others.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
@@ -45,21 +48,42 @@ def reachable(records: Mapping[int, Record]) -> dict[int, Record]:
     counts, and the latest of these.
 
     Returns:
-        By block, in order of their numbers in their contexts.
+        Those of the first group by block, in order of their numbers in their contexts.
     """
-    best: dict[bytes, int] = {}
-    for block, record in records.items():
-        other = best.get(record.key)
-        if other is None or _rank(record) < _rank(records[other]):
-            best[record.key] = block
     found: dict[int, Record] = {}
     known = {NO_PARENT: -1}
-    for block in sorted(best.values(), key=lambda block: records[block].number):
+    first = [block for block in _best(records) if not records[block].group]
+    for block in sorted(first, key=lambda block: records[block].number):
         record = records[block]
         if known.get(record.parent) == record.number - 1:
             known[record.key] = record.number
             found[block] = record
     return found
+
+
+def beside(records: Mapping[int, Record], whole: Mapping[int, Record]) -> dict[int, Record]:
+    """Records of other groups that belong to blocks of the first group, the best one of each key.
+
+    Args:
+        records: All that there are.
+        whole: See :func:`reachable`.
+    """
+    keys = {record.key for record in whole.values()}
+    return {
+        block: records[block]
+        for block in _best(records)
+        if records[block].group and records[block].owner in keys
+    }
+
+
+def _best(records: Mapping[int, Record]) -> Iterable[int]:
+    """Of the blocks with one key in a group the most exact one, and the latest of these."""
+    best: dict[tuple[int, bytes], int] = {}
+    for block, record in records.items():
+        other = best.get((record.group, record.key))
+        if other is None or _rank(record) < _rank(records[other]):
+            best[record.group, record.key] = block
+    return best.values()
 
 
 def contexts(records: Mapping[int, Record], kept: Collection[bytes] = ()) -> list[Context]:
@@ -100,10 +124,10 @@ def forgotten(key: bytes, records: Mapping[int, Record], kept: Collection[bytes]
         kept: See :func:`read_kept`; such contexts stay, if this one goes on behind them.
 
     Returns:
-        Blocks that no other context has, and others with the same contents, which would take their
-        place. What a context has before a gap is not known to be of it.
+        Blocks of all groups that no other context has, and others with the same contents, which
+        would take their place. What a context has before a gap is not known to be of it.
     """
-    known = {record.key: record for record in records.values()}
+    known = {record.key: record for record in records.values() if not record.group}
     gone = {key}
     for record in sorted(known.values(), key=lambda record: record.number):
         if record.parent in gone:
@@ -111,7 +135,7 @@ def forgotten(key: bytes, records: Mapping[int, Record], kept: Collection[bytes]
     following = Counter(record.parent for record in known.values())
     while (own := known.get(key)) and following[own.parent] == 1 and own.parent not in kept:
         gone.add(key := own.parent)
-    return {block for block, record in records.items() if record.key in gone}
+    return {block for block, record in records.items() if record.owner in gone}
 
 
 def held(
@@ -163,7 +187,7 @@ def missing_keys(pins: Collection[bytes], records: Mapping[int, Record]) -> set[
         pins: Keys of last blocks.
         records: All that there are.
     """
-    parents = {record.key: record.parent for record in records.values()}
+    parents = {record.key: record.parent for record in records.values() if not record.group}
     found, seen = set[bytes](), {NO_PARENT}
     for key in pins:
         while key in parents and key not in seen:

@@ -137,7 +137,7 @@ class Known:
         """
         records, names = store.records(), read_names(store.folder)
         whole = frozenset(record.key for record in reachable(records).values())
-        keys = {record.key for record in records.values()}
+        keys = {record.owner for record in records.values()}
         return cls(
             store=store.name,
             whole=whole,

@@ -5,10 +5,11 @@ import zlib
 from typing import NamedTuple
 
 FORMAT = struct.Struct("<32s32sIIQ32s")
-CRC = struct.Struct("<I12x")
+HEAD = struct.Struct("<II8x")
+"""A sum of what follows, and the group, without which earlier versions have written records."""
 RECORD_BYTES = 128
 """Records never cross a sector of 512 bytes, so a disk has the old one or the new one."""
-assert CRC.size + FORMAT.size == RECORD_BYTES
+assert HEAD.size + FORMAT.size == RECORD_BYTES
 VOID = bytes(RECORD_BYTES)
 KINDS = 4
 """Room for kinds of levels in the numbers of levels."""
@@ -19,12 +20,15 @@ class Record(NamedTuple):
 
     Attributes:
         key: 32 bytes; vLLM's hash of the block's tokens, of all tokens before them, of the salt.
-        parent: The key of the block before; zeros for the first block of a context.
-        number: How many blocks are before it in its context.
+        parent: The key of the block before; zeros for the first block of a context. Of a block of
+            another group than the first: the key of the first group's block in which it ends.
+        number: How many blocks of its group are before it in its context.
         level: The number of its level, see ``vllm_kvretrieval.store.serving.levels``.
         created: Seconds since 1970.
         sum: SHA-256 over the store's id, the rest of the record, and all bytes of the block. So a
             record of one content beside another content is found out, whatever was lost.
+        group: The group of layers that the block is of; see
+            ``vllm_kvretrieval.store.disk.groups``.
     """
 
     key: bytes
@@ -33,6 +37,12 @@ class Record(NamedTuple):
     level: int
     created: int
     sum: bytes = bytes(32)
+    group: int = 0
+
+    @property
+    def owner(self) -> bytes:
+        """The key of the first group's block that it belongs to; of that group, its own."""
+        return self.parent if self.group else self.key
 
     @property
     def kind(self) -> int:
@@ -41,12 +51,13 @@ class Record(NamedTuple):
 
     def pack(self) -> bytes:
         """The record as the file has it."""
-        body = FORMAT.pack(*self)
-        return CRC.pack(zlib.crc32(body)) + body
+        body = FORMAT.pack(*self[:-1])
+        return HEAD.pack(zlib.crc32(body, self.group), self.group) + body
 
     def seed(self) -> bytes:
         """What the sum covers beside the store's id and the block."""
-        return FORMAT.pack(*self._replace(sum=bytes(32)))
+        body = FORMAT.pack(*self._replace(sum=bytes(32))[:-1])
+        return body + self.group.to_bytes(4, "little") if self.group else body
 
 
 def unpack(data: bytes) -> dict[int, Record]:
@@ -58,8 +69,8 @@ def unpack(data: bytes) -> dict[int, Record]:
     found = {}
     view = memoryview(data)
     for block, begin in enumerate(range(0, len(data), RECORD_BYTES)):
-        body = view[begin + CRC.size : begin + RECORD_BYTES]
-        (crc,) = CRC.unpack_from(view, begin)
-        if crc and zlib.crc32(body) == crc:
-            found[block] = Record(*FORMAT.unpack(body))
+        body = view[begin + HEAD.size : begin + RECORD_BYTES]
+        crc, group = HEAD.unpack_from(view, begin)
+        if crc and zlib.crc32(body, group) == crc:
+            found[block] = Record(*FORMAT.unpack(body))._replace(group=group)
     return found

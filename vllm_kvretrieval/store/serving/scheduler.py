@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -24,17 +24,19 @@ from vllm_kvretrieval.store.disk.changes import note, note_reset
 from vllm_kvretrieval.store.disk.contexts import (
     NO_PARENT,
     PINNED_SHARE,
+    beside,
     forgotten,
     id_of,
-    missing_keys,
-    pinned_blocks,
     reachable,
 )
+from vllm_kvretrieval.store.disk.groups import Group, pinned
+from vllm_kvretrieval.store.disk.groups import groups_of as stored_groups
 from vllm_kvretrieval.store.disk.inbox import DROP, RETRY_S, Change, Inbox
 from vllm_kvretrieval.store.disk.names import read_kept, read_pins
 from vllm_kvretrieval.store.disk.ranks import open_ranks
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import LOCK, release
+from vllm_kvretrieval.store.serving.groups import groups_of, numbers_of
 from vllm_kvretrieval.store.serving.halves import FIELD, Fault, StoreStep, started
 from vllm_kvretrieval.store.serving.levels import StoredLevels
 
@@ -184,9 +186,10 @@ class SchedulerStore:
         longest: Blocks of the longest request.
         arrivals: The order in which requests arrive.
         days: Age at which blocks are forgotten; None: they never are.
+        specs: vLLM's, of its groups of layers, if there are several.
 
     Raises:
-        RetrievalConfigError: Another process uses the store, or it is damaged.
+        RetrievalConfigError: Another process uses the store, or it is damaged, or of other groups.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class SchedulerStore:
         longest: int,
         arrivals: Arrivals,
         days: float | None = None,
+        specs: Sequence[Any] = (),
     ) -> None:
         self._pool, self._levels = pool, levels
         most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
@@ -205,6 +209,16 @@ class SchedulerStore:
         self._arrivals = arrivals
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
+        self._numbers, self._groups = [0], [Group(pool.hash_block_size)]
+        if specs:
+            self._numbers, self._groups = numbers_of(specs), groups_of(specs)
+        self._sizes = [spec.block_size for spec in specs] or [pool.hash_block_size]
+        if specs and self._groups != stored_groups(self._store.identity):
+            raise RetrievalConfigError(
+                f"store: {name} was made for other groups of layers "
+                f"({stored_groups(self._store.identity)}) than vLLM's scheduler has "
+                f"({self._groups}); leave the store out, and tell us of the model."
+            )
         self._locks = self._store.take_locks([LOCK], PATIENCE_S)
         self._next_use = int(self._store.used.max(initial=0)) + 1
         self._order_fault = Fault("the order in which blocks were used cannot be written")
@@ -225,6 +239,7 @@ class SchedulerStore:
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
         self._look_at = math.inf  # when to look for them again, by the monotonic clock
         self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
+        self._hits: dict[str, list[int]] = {}  # what requests would share, when last looked up
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
         self._step = StoreStep()
@@ -237,14 +252,15 @@ class SchedulerStore:
         start = time.perf_counter()
         found = self._store.records()
         found.pop(self._pool.null_block.block_id, None)
-        records = reachable(found)
+        whole = reachable(found)
+        records = whole | beside(found, whole)
         order = sorted(records, key=lambda block: (self._store.used[block], -records[block].number))
         blocks = [self._pool.blocks[number] for number in order]
         self._pool.touch(blocks)
         for block in blocks:
             record = records[block.block_id]
-            key = make_block_hash_with_group_id(record.key, 0)
-            tokens = (record.number + 1) * self._pool.hash_block_size
+            key = self._hash_of(record)
+            tokens = (record.number + 1) * self._groups[record.group].size
             block.set_block_hash(key, num_tokens=tokens)
             self._pool.cached_block_hash_to_block.insert(key, block)
             self._levels.note(block, self.numbers.level(record.level))
@@ -253,14 +269,18 @@ class SchedulerStore:
         self._restored, self._absent, self._unchecked = set(records), set(records), records
         self._pin(records)
         self._pool.free_blocks(blocks)
-        tokens = len(blocks) * self._pool.hash_block_size
+        tokens = len(whole) * self._groups[0].size
         self._counts["store_tokens_restored"] = tokens
         logger.info(
             "store: %d tokens of earlier runs are in the prefix cache (%d pinned), after %.3f s.",
             tokens,
-            len(self._pinned) * self._pool.hash_block_size,
+            len(self._pinned.keys() & whole) * self._groups[0].size,
             time.perf_counter() - start,
         )
+
+    def _hash_of(self, record: Record) -> bytes:
+        """The hash by which vLLM finds a block with this record."""
+        return make_block_hash_with_group_id(BlockHash(record.key), self._numbers[record.group])
 
     def _pin(self, records: Mapping[int, Record]) -> None:
         """Hold the blocks of the contexts that are pinned, and no others.
@@ -274,13 +294,8 @@ class SchedulerStore:
         self._unpinned = set()
         if not pins and not self._pinned:
             return
-        cached = {
-            number: record
-            for number, record in records.items()
-            if self._pool.blocks[number].block_hash == make_block_hash_with_group_id(record.key, 0)
-        }
-        self._unpinned = missing_keys(pins, cached)
-        wanted = pinned_blocks(pins, reachable(cached))
+        cached = {number: records[number] for number in records if self._cached(number)}
+        wanted, self._unpinned = pinned(pins, cached, self._groups)
         most = self._most_pinned
         if len(wanted) > most:
             logger.warning(
@@ -319,7 +334,7 @@ class SchedulerStore:
         dropped = set[bytes]()
         if change.action == DROP:
             gone = forgotten(change.key, self._stored, self._read_kept())
-            dropped = {self._stored[block].key for block in gone}
+            dropped = {self._stored[block].owner for block in gone}
             first, last = self._arrivals.first, self._arrivals.last
             self._dropped = {key: at for key, at in self._dropped.items() if at >= first}
             self._dropped |= dict.fromkeys(dropped | {change.key}, last)
@@ -342,30 +357,34 @@ class SchedulerStore:
     def _drop(self, blocks: Collection[int]) -> None:
         """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
         self._pool.evict_blocks({*blocks})
-        pinned = [block for block in blocks if block in self._pinned]
-        self._unpinned |= {self._stored[block].key for block in pinned}
-        self._pool.free_blocks([self._pinned.pop(block) for block in pinned])
+        held = [block for block in blocks if block in self._pinned]
+        self._unpinned |= {self._stored[block].owner for block in held}
+        self._pool.free_blocks([self._pinned.pop(block) for block in held])
         self._forget(blocks)
         self._leftovers.add(blocks)
         if blocks:
             with self._void_fault.noted():  # the worker tries it, too
                 self._store.void(blocks)
 
-    def waits(self, request: Request, tokens: int) -> bool:
+    def note_hit(self, request: Request, by_group: Iterable[Sequence[Any]]) -> None:
+        """Note what a request would share.
+
+        Args:
+            request: The request, whose prefix has just been looked up.
+            by_group: The blocks that were found, by group of layers.
+        """
+        if self._unchecked:
+            blocks = (block.block_id for blocks in by_group for block in blocks)
+            self._hits[request.request_id] = [*self._unchecked.keys() & blocks]
+
+    def waits(self, request: Request) -> bool:
         """Whether a request has to wait, since blocks that it is about to share are being checked.
 
         Args:
             request: The request, whose prefix has just been looked up.
-            tokens: How many tokens it would share; whole blocks.
         """
-        if not self._unchecked:
-            return False
         waits = False
-        for key in request.block_hashes[: tokens // self._pool.hash_block_size]:
-            found = self._pool.cached_block_hash_to_block.get_one_block(
-                make_block_hash_with_group_id(key, 0)
-            )
-            number = found.block_id
+        for number in self._hits.pop(request.request_id, ()):
             if (record := self._unchecked.get(number)) is not None:
                 waits = True
                 if number not in self._checks:
@@ -402,24 +421,43 @@ class SchedulerStore:
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Follow a step that has been scheduled, before any of its blocks is offered."""
-        shared, new = allotted_blocks(scheduler_output, self._pool.hash_block_size)
+        by_group = allotted_blocks(scheduler_output, self._sizes)
+        of_first = by_group[self._numbers[0]][0]
+        shared, new = set[int](), set[int]()
+        for computed, written in by_group:
+            shared.update(computed)
+            new.update(written)
+        for source, target in scheduler_output.kv_cache_block_copies or ():
+            # The source is read; it may be written to further, or have left the prefix cache.
+            shared.add(source)
+            shared.discard(target)
+            new.add(target)
+            if source in self._stored and not self._cached(source):
+                self._forget([source])
+        null = self._pool.null_block.block_id
+        shared.discard(null)
+        new.discard(null)
         if self._absent:
             # Also of blocks that have just been forgotten: a request may share them already.
             self._step.load += (found := self._absent.intersection(shared))
             self._absent.difference_update(found, new)
-        hits = sum(block in self._restored for block in shared)
-        self._counts["store_tokens_hit"] += hits * self._pool.hash_block_size
+        hits = sum(block in self._restored for block in of_first)
+        self._counts["store_tokens_hit"] += hits * self._groups[0].size
         if overwritten := self._stored.keys() & new:
             self._counts["store_blocks_evicted"] += len(overwritten)
             self._forget(overwritten)
         self._leftovers.add(new)
         self._step.erase += self._leftovers.take(self._stored)
 
-    def offer(self, request: Request, first: int, blocks: Sequence[Any], arrived: int) -> None:
+    def offer(
+        self, request: Request, number: int, first: int, blocks: Sequence[Any], arrived: int
+    ) -> None:
         """Store blocks when the next step has run, but for those of a context that was dropped.
 
         Args:
             request: The request that has computed the blocks, or computes them in this step.
+            number: vLLM's number of the group of layers; that of the store's first group comes
+                before the others.
             first: How many blocks of the context are before them.
             blocks: vLLM's; full ones.
             arrived: The request's number in the order of arrivals. Contexts that were dropped
@@ -427,39 +465,67 @@ class SchedulerStore:
         """
         if request.lora_request is not None or request.mm_features:
             return  # hashes have them by names that clients choose
-        keys, now = request.block_hashes, int(time.time())
-        for number, block in enumerate(blocks, first):
+        group, now = self._numbers.index(number), int(time.time())
+        for place, block in enumerate(blocks, first):
             if block.block_hash is None:
                 continue
-            key, parent = keys[number], keys[number - 1] if number else NO_PARENT
-            dropped = max(self._dropped.get(known, 0) for known in (key, parent))
+            key = _key(request, self._end(group, place))
+            if group:
+                parent = _key(request, self._end_of_owner(group, place))
+            else:
+                parent = _key(request, self._end(0, place - 1)) if place else NO_PARENT
+            record = Record(key, parent, place, 0, now, group=group)
+            # A part of a block may be in the prefix cache, too, by the hash of its last token.
+            if not parent or block.block_hash != self._hash_of(record):
+                continue
+            known = (parent,) if group else (key, parent)
+            dropped = max(self._dropped.get(one, 0) for one in known)
             if arrived <= dropped:
-                self._dropped[key] = dropped
+                self._dropped[record.owner] = dropped
                 self._pool.evict_blocks({block.block_id})
                 self._leftovers.add([block.block_id])
                 continue
-            if key in self._unpinned:
+            if record.owner in self._unpinned:
                 self._look_at = 0.0
-            level = self.numbers.number(self._levels.of(block))
-            record = Record(key, parent, number, level, now)
+            record = record._replace(level=self.numbers.number(self._levels.of(block)))
             self._stored[block.block_id] = record
             self._step.commit.append((block.block_id, record))
+            if group:  # a running request may let go of it at any time
+                self._note_use([block.block_id])
+
+    def _end(self, group: int, number: int) -> int:
+        """How many hashes a request has up to the end of a group's block."""
+        return (number + 1) * self._groups[group].size // self._pool.hash_block_size
+
+    def _end_of_owner(self, group: int, number: int) -> int:
+        """The same for the first group's block in which it ends."""
+        size = self._groups[0].size
+        return self._end(0, -(-(number + 1) * self._groups[group].size // size) - 1)
+
+    def _cached(self, number: int) -> bool:
+        """Whether the prefix cache has a stored block by its hash."""
+        return bool(self._pool.blocks[number].block_hash == self._hash_of(self._stored[number]))
 
     def end_step(self, scheduler_output: Any) -> None:
         """Add to a step what becomes of the store's blocks."""
         setattr(scheduler_output, FIELD, self._step)
         self._step = StoreStep()
 
-    def finish(self, request: Request, blocks: Sequence[int]) -> None:
-        """Note that a request lets go of its blocks, the last one first.
+    def finish(self, request: Request, by_group: Iterable[Sequence[int]]) -> None:
+        """Note that a request lets go of its blocks, the last one of each group first.
 
         Args:
             request: It has ended, or was aborted.
-            blocks: The blocks' numbers, in the order of the context.
+            by_group: The blocks' numbers, in the order of the context, by group of layers.
         """
+        null = self._pool.null_block.block_id
+        self._note_use([b for blocks in by_group for b in reversed(blocks) if b != null])
+
+    def _note_use(self, blocks: Sequence[int]) -> None:
+        """Note that blocks are let go of, in this order."""
         if blocks:
             with self._order_fault.noted():
-                self._store.note_use([*reversed(blocks)], self._next_use)
+                self._store.note_use(blocks, self._next_use)
             self._next_use += len(blocks)
 
     def unpin(self) -> None:
@@ -500,3 +566,9 @@ class SchedulerStore:
             self._store.erase(self._leftovers.take(self._stored, running=False))
         self._store.close()
         release(self._locks)
+
+
+def _key(request: Request, end: int) -> bytes:
+    """A request's hash that ends there; empty if its tokens are not known so far."""
+    keys = request.block_hashes
+    return bytes(keys[end - 1]) if end <= len(keys) else b""

@@ -1,4 +1,4 @@
-"""The servers of the demo."""
+"""A vLLM server that a program starts for itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -32,12 +32,20 @@ class Server:
         model: path or name of the model.
         options: further command-line options of `vllm serve`.
         settings: variables to set in its environment.
-        log: file that receives the server's output, from vLLM's debug level up.
+        log: file that receives the server's output.
+        secrets: variables of its environment that nobody is shown.
     """
 
-    def __init__(self, model: str, options: list[str], settings: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        model: str,
+        options: Sequence[str],
+        settings: Mapping[str, str],
+        log: Path,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = log
-        self._settings = settings
+        self._settings, self._secrets = settings, secrets or {}
         self.port = _free_port()
         executable = Path(sys.executable).with_name("vllm")
         address = ["--host", HOST, "--port", str(self.port)]
@@ -57,14 +65,13 @@ class Server:
 
     def __enter__(self) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        logging = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self._settings | logging,
+                env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **self._settings, **self._secrets},
                 start_new_session=True,
             )
         return self

@@ -1,0 +1,126 @@
+"""The text of files, and what is said of files without."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import write_pdf
+from vllm_kvretrieval.chat.documents import DocumentError, read_document
+
+HTML = """<!DOCTYPE html><html><head><title>Report</title><style>p {color: red}</style></head>
+<body><h1>Ships</h1><script>alert("no")</script><p>The <b>Kestrel</b> sank &amp; rose.</p>
+<p>Second &lt;b&gt;</p></body></html>"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file, and gives its path."""
+
+    def write(name, content):
+        path = Path(tmp_path / name)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a", "a.py"])
+def test_text_is_read_as_it_is(file, name):
+    found = read_document(file(name, "# Tïtle\r\n\r\ntext\n"))
+    assert (found.name, found.text, found.pages) == (name, "# Tïtle\r\n\r\ntext\n", ())
+    assert found.page(3) is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_mark_says_how_text_is_encoded(file, encoding):
+    assert read_document(file("a.txt", "Tïtle".encode(encoding))).text == "Tïtle"
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.htm", "a.txt"])
+def test_html_without_markup(file, name):
+    """A page that is saved under another name is found by its beginning."""
+    text = read_document(file(name, HTML)).text
+    assert text == "Report\n\nShips\n\nThe Kestrel sank & rose.\n\nSecond <b>\n"
+
+
+def test_html_says_how_it_is_encoded(file):
+    page = '<html><meta charset="iso-8859-1"><p>Tïtle</p>'.encode("latin-1")
+    assert read_document(file("a.html", page)).text == "Tïtle\n"
+
+
+def test_pages_of_a_pdf(tmp_path):
+    path = write_pdf(tmp_path / "a.pdf", ["The first (page).", "", "The third page."])
+    found = read_document(path)
+    assert found.blank == 1
+    places = [found.text.index(word) for word in ("first", "third")]
+    assert [found.page(place) for place in places] == [1, 3]
+    assert [found.page(place) for place in found.pages] == [1, 2, 3]
+
+
+def test_a_pdf_that_anybody_may_read(tmp_path):
+    """Protected against changes alone, with an empty password."""
+    path = write_pdf(tmp_path / "a.pdf", ["Some text."], password="")
+    assert "Some text." in read_document(path).text
+
+
+def test_a_pdf_with_a_password(tmp_path):
+    path = write_pdf(tmp_path / "my report.pdf", ["Some text."], password="secret")
+    with pytest.raises(DocumentError) as error:
+        read_document(path)
+    assert "is protected by a password; take it off" in str(error.value)
+    assert f"qpdf --password=PASSWORD --decrypt '{path}' 'my report'-open.pdf" in str(error.value)
+
+
+@pytest.mark.parametrize(("pages", "said"), [([""], "1 page and"), (["", ""], "2 pages and")])
+def test_a_scanned_pdf(tmp_path, pages, said):
+    path = write_pdf(tmp_path / "a.pdf", pages)
+    with pytest.raises(DocumentError, match=rf"{said} no text: it is scanned.*ocrmypdf {path} a-"):
+        read_document(path)
+
+
+def test_a_damaged_pdf(file):
+    path = file("a.pdf", b"%PDF-1.7\n\xe2\xe3 no more")
+    with pytest.raises(DocumentError, match=r"is damaged, or no PDF after all \(.*\); open it in"):
+        read_document(path)
+
+
+def test_a_pdf_without_pypdf(tmp_path, monkeypatch):
+    path = write_pdf(tmp_path / "a.pdf", ["Some text."])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DocumentError) as error:
+        read_document(path)
+    assert "pip install pypdf (in a checkout: pip install '.[chat]')" in str(error.value)
+    assert f"pdftotext {path} a.txt" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty; name a file with text"),
+        (b" \n\t\n", "is empty; name a file with text"),
+        (b"<html><script>let a</script></html>", "has no text, only markup"),
+        (b"text\0more", "is binary data; name a PDF, or a file of text, Markdown or HTML"),
+        (b"\x7fELF\x02\x01\x01\0\0", "is binary data"),
+        (b"PK\x03\x04\x14\0", "is an archive or an office document; export it as PDF or text"),
+        (b"\x89PNG\r\n\x1a\n\0", "is a picture; recognise its text first"),
+        (b"\xff\xfe\x00", "is not utf-16 text"),
+        ("Tïtle".encode("latin-1"), "is not UTF-8 text; if you know its encoding, convert it"),
+        (b'<html><meta charset="none-such"><p>a', "is not none-such text"),
+    ],
+)
+def test_files_without_text(file, content, said):
+    path = file("a.txt", content)
+    with pytest.raises(DocumentError, match=re.escape(f"{path} {said}")):
+        read_document(path)
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(DocumentError, match="is a directory; name the files in it"):
+        read_document(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_document(tmp_path / "none.txt")
+    (tmp_path / "large.txt").open("wb").truncate(300 << 20)
+    with pytest.raises(DocumentError, match="has more than 256 MiB; name a part of it"):
+        read_document(tmp_path / "large.txt")

@@ -1,0 +1,1 @@
+"""``vllm-kvretrieval chat``: questions about documents, by a server that it starts."""

@@ -1,0 +1,186 @@
+"""The text of PDF, HTML, Markdown and plain text files, and what is wrong with others."""
+
+import codecs
+import importlib.util
+import re
+import shlex
+from bisect import bisect_right
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+MOST_BYTES = 256 << 20
+"""The largest file that is read."""
+HTML = (".html", ".htm", ".xhtml")
+LOOKED_AT = 1024
+"""Bytes at the start of a file by which its kind is found."""
+KNOWN = {
+    b"PK\x03\x04": "an archive or an office document; export it as PDF or text",
+    b"\xd0\xcf\x11\xe0": "an old office document; export it as PDF or text",
+    b"\x1f\x8b": "compressed; unpack it",
+    b"\x89PNG": "a picture; recognise its text first (tesseract), and name that file",
+    b"\xff\xd8\xff": "a picture; recognise its text first (tesseract), and name that file",
+}
+"""Beginnings of files that have no text to read, and what to do."""
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Beginnings of text files that say how they are encoded."""
+CHARSET = re.compile(rb"""<meta[^>]+charset=["']?([\w-]+)""", re.IGNORECASE)
+BLOCKS = frozenset(
+    "address article aside blockquote br caption dd div dl dt figcaption footer form h1 h2 h3 h4 "
+    "h5 h6 header hr li main nav ol option p pre section table td th title tr ul".split()
+)
+"""Elements of HTML that begin a line."""
+UNSEEN = frozenset(("script", "style", "template", "noscript", "svg"))
+"""Elements of HTML whose text a reader does not see."""
+
+
+class DocumentError(ValueError):
+    """A file has no text to read; says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a file.
+
+    Attributes:
+        name: The file's name.
+        text: Its text.
+        pages: Where each page begins in the text; empty if the file has no pages.
+        blank: How many pages have no text.
+    """
+
+    name: str
+    text: str
+    pages: tuple[int, ...] = ()
+    blank: int = 0
+
+    def page(self, place: int) -> int | None:
+        """The number of the page, from 1, with this character; None: there are no pages."""
+        return bisect_right(self.pages, place) or None
+
+
+def read_document(path: Path) -> Document:
+    """The text of a file.
+
+    Raises:
+        OSError: It cannot be read.
+        DocumentError: There is no text in it.
+    """
+    if path.is_dir():
+        raise DocumentError(f"{path} is a directory; name the files in it")
+    if path.stat().st_size > MOST_BYTES:
+        raise DocumentError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a part of it")
+    content = path.read_bytes()
+    if not content.strip():
+        raise DocumentError(f"{path} is empty; name a file with text")
+    if content[:LOOKED_AT].lstrip().startswith(b"%PDF-"):
+        return _read_pdf(path)
+    for beginning, what in KNOWN.items():
+        if content.startswith(beginning):
+            raise DocumentError(f"{path} is {what}")
+    html = path.suffix.lower() in HTML or re.match(
+        rb"\s*(<!doctype html|<html)", content[:LOOKED_AT], re.IGNORECASE
+    )
+    text = _decoded(path, content, bool(html))
+    if html:
+        parser = _TextOfHtml()
+        parser.feed(text)
+        parser.close()
+        text = parser.text()
+    if not text.strip():
+        raise DocumentError(f"{path} has no text, only markup; name a file with text")
+    return Document(path.name, text)
+
+
+def _decoded(path: Path, content: bytes, html: bool) -> str:
+    """The characters of a file of text."""
+    encoding = next((name for mark, name in MARKS.items() if content.startswith(mark)), None)
+    if encoding is None and b"\0" in content:
+        raise DocumentError(
+            f"{path} is binary data; name a PDF, or a file of text, Markdown or HTML"
+        )
+    if encoding is None and html and (found := CHARSET.search(content[:LOOKED_AT])):
+        encoding = found[1].decode()
+    try:
+        return content.decode(encoding or "utf-8")
+    except (UnicodeDecodeError, LookupError):
+        file = shlex.quote(str(path))
+        raise DocumentError(
+            f"{path} is not {encoding or 'UTF-8'} text; if you know its encoding, convert it, for "
+            f"instance: iconv -f ISO-8859-1 -t UTF-8 {file} > {shlex.quote(path.stem)}-utf8.txt"
+        ) from None
+
+
+class _TextOfHtml(HTMLParser):
+    """What a reader of a page sees, a line for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces = list[str]()
+        self._unseen = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._unseen += tag in UNSEEN
+        if tag in BLOCKS:
+            self._pieces.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in UNSEEN and self._unseen:
+            self._unseen -= 1
+        if tag in BLOCKS:
+            self._pieces.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            self._pieces.append(data)
+
+    def text(self) -> str:
+        """The text, without empty lines but one between blocks."""
+        lines = ("".join(self._pieces)).split("\n")
+        text = "\n".join(" ".join(line.split()) for line in lines)
+        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _read_pdf(path: Path) -> Document:
+    if importlib.util.find_spec("pypdf") is None:
+        text = f"{shlex.quote(str(path))} {shlex.quote(path.stem)}.txt"
+        raise DocumentError(
+            f"{path} is a PDF, which pypdf reads; the extra [chat] brings it: pip install pypdf "
+            f"(in a checkout: pip install '.[chat]'). Or take its text: pdftotext {text}, and name "
+            "that file"
+        )
+    import pypdf
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    try:
+        reader = pypdf.PdfReader(path)
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise FileNotDecryptedError
+        texts = [page.extract_text().strip() for page in reader.pages]
+    except (FileNotDecryptedError, DependencyError):
+        file = shlex.quote(str(path))
+        raise DocumentError(
+            f"{path} is protected by a password; take it off, and name the new file: "
+            f"qpdf --password=PASSWORD --decrypt {file} {shlex.quote(path.stem)}-open.pdf"
+        ) from None
+    except Exception as error:  # a damaged file makes pypdf raise anything
+        raise DocumentError(
+            f"{path} is damaged, or no PDF after all ({error or type(error).__name__}); open it in "
+            "a viewer, and print it to a new PDF"
+        ) from None
+    if not any(texts):
+        count = f"{len(texts)} page{'s'[: len(texts) != 1]}"
+        raise DocumentError(
+            f"{path} has {count} and no text: it is scanned, or has pictures alone. Recognise its "
+            f"text first, and name the new file: ocrmypdf {shlex.quote(str(path))} "
+            f"{shlex.quote(path.stem)}-text.pdf"
+        )
+    places, text = list[int](), ""
+    for page in texts:
+        places.append(len(text))
+        text += page + "\n\n"
+    return Document(path.name, text, tuple(places), sum(not page for page in texts))
