@@ -55,6 +55,7 @@ def planner(specs, workers=1, engines=1, **options):
         kv_transfer_config=connector_config(engines),
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(hisparse_config=None),
+        num_speculative_tokens=0,
     )
     config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
     named = {f"model.layers.{i}": spec for i, spec in enumerate(specs)}
