@@ -196,7 +196,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         prompts, verifying = self.planner.reading(dense, rows), self.planner.verifying(before, rows)
         places = np.concatenate([np.arange(rows), verifying])
         decode, others = self.planner.rows(common, dense, places, prompts[prompts < rows])
-        if not self._attends_to_all:  # drafts of whole contexts are read as prompts are
+        rows_of_ours = self.storage.in_place and (self.own or self.storage.token_major)
+        if not rows_of_ours:  # drafts of whole contexts are read as prompts are
             verifying, others = np.setdiff1d(verifying, others), others[others < rows]
         prompts = np.setdiff1d(prompts, verifying)
         prefill = self.planner.prompts(dense, prompts)
@@ -209,15 +210,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         whole = self._whole(dense, others) if len(others) else None
         return Split(prompts, decode, whole, prefill)
 
-    @property
-    def _attends_to_all(self) -> bool:
-        """Whether our own kernel attends to whole contexts of rows that decode."""
-        return self.storage.in_place and (self.own or self.storage.token_major)
-
     def _whole(self, dense: CPUAttentionMetadata, places: np.ndarray) -> Whole:
-        """How the requests with these places attend to their whole contexts."""
+        """How the requests with these places attend to their whole contexts, where these are read
+        in place."""
         (table, lens, _, starts), index = self.planner.contexts_of(dense, places)
-        if not self._attends_to_all:
+        if not (self.own or self.storage.token_major):
             return Whole(places, index, self.schedules.of_rows(dense, lens, table))
         return Whole(places, index, self._pages(table, lens, starts))
 
