@@ -39,6 +39,7 @@ from benchmarks.tables import (
     presets,
     prompts,
     quality,
+    speculative,
     steps,
 )
 from benchmarks.tables.markdown import CELL, Options, Results, read_results, source
@@ -48,6 +49,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "capacity": places.capacity,
     "decode": prompts.decode,
     "disk": places.disk,
+    "drafters": speculative.drafters,
     "first": steps.first,
     "key_ranks": quality.key_ranks,
     "launches": gpu.launches,
