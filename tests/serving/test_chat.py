@@ -34,6 +34,7 @@ def chat(tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=told,
                 text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # if it is ignored
             )
 
     return start

@@ -272,15 +272,17 @@ def _read_all(conversation: Conversation, address: Address) -> bool:
             bar.update(done - read)
         read = done
 
+    ended = False
     try:
         conversation.read(report)
-        return True
     except KeyboardInterrupt:
-        _say(f"\n{read:,} tokens have been read; {address.kept}.")
-        return False
+        ended = True
     finally:
         if bar is not None:
             bar.close()
+    if ended:
+        _say(f"{read:,} tokens have been read; {address.kept}.")
+    return not ended
 
 
 class Loop:
