@@ -449,7 +449,7 @@ def test_page_of_a_request(server, tmp_path, capsys):
         for number, weight in enumerate(row["steps"][0]["weights"])
         if KEY in shown["texts"][number]
     )
-    assert best[0] > 0.05, "the passage with the key is attended to"
+    assert best[0] > 2 / len(shown["texts"]), "the passage with the key is attended to"
 
 
 HOSTILE = '<script>bad = 1</script><img src="x" onerror="bad = 1">\n'
