@@ -241,6 +241,7 @@ class Options:
         "whether requests may ask which pages of their contexts their answers attend to, and "
         "whether browsers find a page at `/kvretrieval`; both where `VLLM_PLUGINS` names "
         "`kvretrieval`",
+        neutral=False,
         on_gpu="leave it out",
         more="chat.md",
     )
