@@ -9,7 +9,7 @@ from tests.spec import quantised as reference
 from tests.support.isas import visited
 from vllm_kvretrieval.quantization.packing import pack, rows_of, unpack
 from vllm_kvretrieval.quantization.product import multiply
-from vllm_kvretrieval.quantization.rounding import rounded
+from vllm_kvretrieval.quantization.rounding import GROUP_OF_8, rounded
 
 SHAPES = [(1, 1), (7, 40), (33, 96), (130, 576)]
 
@@ -110,8 +110,12 @@ def test_rounding(shape, bits):
     found = unpack(rounded(weight.bfloat16(), bits))
     exact = weight.bfloat16().float()
     if bits == 8:
-        steps = exact.abs().amax(1, keepdim=True) / 127
-        assert ((found - exact).abs() <= steps * 0.5001).all()
+        for by_outputs in (False, True):
+            found = unpack(rounded(weight.bfloat16(), bits, by_outputs))
+            size = shape[1] if by_outputs else GROUP_OF_8
+            for group, own in zip(exact.split(size, 1), found.split(size, 1), strict=True):
+                steps = group.abs().amax(1, keepdim=True) / 127
+                assert ((own - group).abs() <= steps * 0.501).all()
     else:
         groups = torch.nn.functional.pad(exact, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
         steps = (groups.amax(2) - groups.amin(2)) / 15
@@ -140,12 +144,13 @@ def test_scales_of_16_bits_are_kept():
 
 def test_rows_serve_as_embeddings():
     """Rows are those of the unpacked weights."""
-    weight = torch.randn(50, 72).bfloat16()
-    packed = rounded(weight, 8)
+    weight = torch.randn(50, 200).bfloat16()
+    packed = rounded(weight, 8, by_outputs=True)
     ids = torch.tensor([[0, 49], [17, 16]])
     assert torch.equal(rows_of(packed, ids, torch.float32), unpack(packed)[ids])
-    with pytest.raises(ValueError, match="8 bits"):
-        rows_of(rounded(weight, 4), ids, torch.float32)
+    for bits in (8, 4):
+        with pytest.raises(ValueError, match="8 bits without groups"):
+            rows_of(rounded(weight, bits), ids, torch.float32)
 
 
 def test_what_does_not_fit_is_refused():

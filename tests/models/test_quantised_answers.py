@@ -56,9 +56,9 @@ def llm(model):
 class Rounded(torch.nn.Module):
     """A linear layer in float32, its weights and tokens in 8 bits, and an adapter beside it."""
 
-    def __init__(self, layer, adapter):
+    def __init__(self, layer, by_outputs, adapter):
         super().__init__()
-        self.packed, self.adapter = rounded(layer.weight.detach(), 8), adapter
+        self.packed, self.adapter = rounded(layer.weight.detach(), 8, by_outputs), adapter
 
     def forward(self, x):
         product = reference.quantised_linear(x, self.packed).float()
@@ -73,7 +73,7 @@ def with_rounded_weights(path, adapter=None):
         if isinstance(layer, torch.nn.Linear):
             parts = [added.get(f"base_model.model.{name}.lora_{part}.weight") for part in "BA"]
             beside = None if parts[0] is None else parts[0] @ parts[1]
-            model.set_submodule(name, Rounded(layer, beside))
+            model.set_submodule(name, Rounded(layer, name == "lm_head", beside))
     return model
 
 

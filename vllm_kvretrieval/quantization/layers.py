@@ -73,7 +73,7 @@ class RoundedVocabulary(UnquantizedEmbeddingMethod):
     supports_pre_processed_weights = False
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        keep(layer, rounded(layer.weight, VOCABULARY_BITS))
+        keep(layer, rounded(layer.weight, VOCABULARY_BITS, by_outputs=True))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

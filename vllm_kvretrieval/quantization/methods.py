@@ -78,7 +78,7 @@ class RoundedConfig(QuantizationConfig):
 
 
 class Int8Config(RoundedConfig):
-    """Weights in 8 bits, with a scale for each output."""
+    """Weights in 8 bits, with a scale for 128 inputs of each output."""
 
     name = "kvr_int8"
     bits = 8

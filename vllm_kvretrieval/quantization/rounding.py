@@ -6,21 +6,24 @@ from vllm_kvretrieval.quantization.packing import Packed, pack
 
 GROUP = 32
 """Inputs with a scale and an offset of their own in 4 bits."""
+GROUP_OF_8 = 128
+"""Inputs with a scale of their own in 8 bits."""
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried; weights outside are cut off."""
 AT_ONCE = 1 << 18
 """Weights that are rounded at a time, so that what is computed stays in a near cache."""
 
 
-def rounded(weight: torch.Tensor, bits: int) -> Packed:
+def rounded(weight: torch.Tensor, bits: int, by_outputs: bool = False) -> Packed:
     """The weights of a linear layer in 8 or 4 bits.
 
-    8 bits: a scale for each output. 4 bits: a scale and an offset for each output and each
-    :data:`GROUP` inputs.
+    8 bits: a scale for each output and each :data:`GROUP_OF_8` inputs. 4 bits: a scale and an
+    offset for each output and each :data:`GROUP` inputs.
 
     Args:
         weight: [outputs, inputs].
         bits: 8 or 4.
+        by_outputs: Whether each output has a single scale, of 8 bits.
 
     Raises:
         ValueError: A weight is not finite.
@@ -29,30 +32,38 @@ def rounded(weight: torch.Tensor, bits: int) -> Packed:
     if not torch.isfinite(weight).all():
         raise ValueError("weights that are infinite, or no numbers, cannot be rounded to few bits")
     numbers = torch.empty(outputs, inputs, dtype=torch.int8)
-    groups = 1 if bits == 8 else -(-inputs // GROUP)
+    size = GROUP if bits == 4 else inputs if by_outputs else min(GROUP_OF_8, inputs)
+    groups = -(-inputs // size)
     scales = torch.empty(outputs, groups)
     offsets = None if bits == 8 else torch.empty(outputs, groups)
     step = max(AT_ONCE // inputs, 1)
     for first in range(0, outputs, step):
         part = slice(first, first + step)
         if offsets is None:
-            numbers[part], scales[part] = _in_8_bits(weight[part].float())
+            numbers[part], scales[part] = _in_8_bits(weight[part].float(), size)
         else:
             numbers[part], scales[part], offsets[part] = _in_4_bits(weight[part].float())
-    return pack(numbers, scales, offsets, bits, inputs if bits == 8 else GROUP)
+    return pack(numbers, scales, offsets, bits, size)
 
 
-def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    numbers = weight / torch.where(scales > 0, scales, 1)
-    return numbers.round().to(torch.int8), scales
+def _in_groups(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """[outputs, groups, size]; the last input is repeated, which widens no range."""
+    last = weight[:, -1:].expand(-1, -weight.shape[1] % size)
+    return torch.cat((weight, last), 1).unflatten(1, (-1, size))
+
+
+def _in_8_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = _in_groups(weight, size)
+    # Scales of groups keep 11 bits (float16), so they are rounded first, and up.
+    mantissas, exponents = torch.frexp(groups.abs().amax(2, keepdim=True) / 127)
+    scales = torch.ldexp((mantissas * 2048).ceil() / 2048, exponents)
+    numbers = (groups / torch.where(scales > 0, scales, 1)).round().clamp(-127, 127)
+    return numbers.flatten(1)[:, : weight.shape[1]].to(torch.int8), scales.squeeze(2)
 
 
 def _in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs, inputs = weight.shape
-    missing = -inputs % GROUP
-    last = weight[:, -1:].expand(-1, missing)  # which widens no range
-    groups = torch.cat((weight, last), 1).view(outputs, -1, GROUP)
+    inputs = weight.shape[1]
+    groups = _in_groups(weight, GROUP)
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     best = torch.full_like(low, torch.inf)
     scales, offsets = torch.zeros_like(low), torch.zeros_like(low)
