@@ -144,15 +144,14 @@ class RetrievalScheduler(ChunkScheduler):
     def _restore(self, name: str) -> SchedulerStore:
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
-        pool = self.kv_cache_manager.block_pool
-        longest = sum(
+        longest = [
             -(-spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes)
             for spec in self._specs
-        )
+        ]
         self._store = SchedulerStore(
             self.retrieval.store,
             name,
-            pool,
+            [manager.block_pool for manager in self._managers],
             self.levels,
             longest,
             self._arrivals,
