@@ -5,6 +5,7 @@ workers have room for, tells the workers which blocks a KV connector loads, and 
 workers count.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,10 +129,10 @@ class RetrievalScheduler(ChunkScheduler):
         failed = set()
         for request in self.running:
             by_group = self.kv_cache_manager.get_block_ids(request.request_id)
-            blocks = {block for group in by_group for block in group}
-            if not blocks.isdisjoint(invalid_block_ids):
+            if not invalid_block_ids.isdisjoint(itertools.chain(*by_group)):
                 failed.add(request.request_id)
-                self.kv_cache_manager.evict_blocks(blocks)
+                for manager, blocks in zip(self._managers, by_group, strict=True):
+                    manager.block_pool.evict_blocks({*blocks})
         return failed
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
