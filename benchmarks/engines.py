@@ -79,6 +79,20 @@ class Timing:
     steps: list[float]
 
 
+@dataclass(frozen=True)
+class Answers:
+    """The tokens of a batch, and the time that they took.
+
+    tokens: per request.
+    counted: how many of them came behind the step in which the last request got its first.
+    seconds: the time of these.
+    """
+
+    tokens: list[list[int]]
+    counted: int
+    seconds: float
+
+
 class EngineProcess:
     """An `LLM` in a process group of its own; use it as a context manager.
 
@@ -138,6 +152,17 @@ class EngineProcess:
         fresh: whether all of the prompts is computed, whatever the prefix cache has.
         """
         return self._call("generate", prompts, max_tokens, extra_args, fresh)
+
+    def answer(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        extra_args: dict[str, Any] | None = None,
+        temperature: float = 0.0,
+    ) -> Answers:
+        """Generate exactly `max_tokens` tokens for each of `prompts`, handed in at once, as many at
+        a step as it may be."""
+        return self._call("answer", prompts, max_tokens, extra_args, temperature)
 
     def collective_rpc(self, method: str, *args: Any) -> Any:
         """Call `method` of the first worker (see `LLM.collective_rpc`)."""
@@ -241,28 +266,14 @@ class _Engine:
         extra_args: dict[str, Any] | None,
         fresh: bool,
     ) -> Timing:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
-        params = SamplingParams(
+        engine, first, steps = self._llm.llm_engine, dict[str, float](), list[float]()
+        start = previous = self._hand_in(
+            prompts,
             temperature=0.0,
             max_tokens=max_tokens,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args,
             skip_reading_prefix_cache=fresh,
         )
-        self._serial += 1
-        first: dict[str, float] = {}
-        steps: list[float] = []
-        # The first request does not get a step of its own before the others arrive.
-        engine.engine_core.call_utility("pause_scheduler", "keep", False)
-        start = previous = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            name = f"{self._serial}-{i}"
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        engine.engine_core.call_utility("resume_scheduler")
         while engine.has_unfinished_requests():
             all_decoding = len(first) == len(prompts)
             outputs = engine.step()
@@ -273,6 +284,47 @@ class _Engine:
                 steps.append(now - previous)
             previous = now
         return Timing([first[name] for name in sorted(first)], steps)
+
+    def answer(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        extra_args: dict[str, Any] | None,
+        temperature: float,
+    ) -> Answers:
+        engine, tokens = self._llm.llm_engine, dict[str, list[int]]()
+        begin = counted = 0.0
+        now = self._hand_in(
+            prompts, temperature=temperature, seed=1, max_tokens=max_tokens, extra_args=extra_args
+        )
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                new = output.outputs[0].token_ids
+                tokens.setdefault(output.request_id, []).extend(new)
+                counted += len(new) if begin else 0
+            now = time.perf_counter()
+            if not begin and len(tokens) == len(prompts):
+                begin = now
+        return Answers([tokens[name] for name in sorted(tokens)], int(counted), now - begin)
+
+    def _hand_in(self, prompts: list[list[int]], **params: Any) -> float:
+        """Hand prompts in at once: none gets a step of its own before the others arrive.
+
+        Returns the time.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(ignore_eos=True, output_kind=RequestOutputKind.DELTA, **params)
+        self._serial += 1
+        engine.engine_core.call_utility("pause_scheduler", "keep", False)
+        now = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            name = f"{self._serial}-{i}"
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        engine.engine_core.call_utility("resume_scheduler")
+        return now
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]

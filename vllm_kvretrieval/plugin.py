@@ -89,13 +89,14 @@ def _platform_is_ours() -> bool:
 
 
 def register() -> None:
-    """Make the methods known as attention backends (``vllm.general_plugins``). Idempotent.
+    """Make our methods known, of attention and of weights (``vllm.general_plugins``). Idempotent.
 
     On a platform that is not ours they stay unknown, so that an engine for which one is named does
     not start: vLLM's own platform for CPUs would ignore the name, and serve its own attention.
     """
     if _vllm_is_supported() and _platform_is_ours():
         _register_backends()
+        _register_quantization()
 
 
 def _register_backends() -> None:
@@ -108,6 +109,19 @@ def _register_backends() -> None:
     for name in map(str.upper, preset_names()):
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"{BACKENDS[platform.device]}.{name}")
+
+
+def _register_quantization() -> None:
+    """Make our quantisation methods known, on CPUs."""
+    platform = compat.vllm_platform()
+    if platform is None or platform.device != "cpu":
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from vllm_kvretrieval.quantization.methods import METHODS
+
+    for method in METHODS:
+        register_quantization_config(method.name)(method)
 
 
 def activate_platform() -> str | None:

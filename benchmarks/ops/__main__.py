@@ -13,8 +13,10 @@ COMMANDS = {
     "prompt-attention": "attention of prompts and over whole contexts, beside vLLM's kernel",
     "prefill-layer": "a layer's attention with sparse prefill, beside exact prefill",
     "linear": "linear layers in 16 bits on a CPU with AVX2 only, beside PyTorch's",
+    "quantised": "linear layers with weights of 8 and 4 bits, beside PyTorch's and 16 bits",
     "planning": "choosing pages or tokens by each index, and building the index",
     "token-reads": "reading single tokens from a file, or the pages that hold them",
+    "drafters": "tokens per step with drafts from the context, ours beside others",
     "scheduler": "a step of the scheduler, and looking up a prefix, beside vLLM's",
 }
 

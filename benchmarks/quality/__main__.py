@@ -15,6 +15,7 @@ COMMANDS = {
     "prefill": "answers and times after sparse prefill, beside exact prefill",
     "recall": "share of the most attended tokens that each index finds",
     "key-ranks": "what low-rank factors of keys hold, before and after rotary embedding",
+    "drafts": "rows that verify drafts, by the query that selects for them",
     "query-similarity": "how alike the queries of adjacent steps are, head by head",
 }
 

@@ -130,9 +130,9 @@ class Benchmark:
                     self.figures[cell.name] = stored
         todo = [(job, cell) for job in jobs for cell in job.todo]
         while todo:  # one engine after the other
-            engine = todo[0][1].variant.engine
-            chosen = [(job, cell) for job, cell in todo if cell.variant.engine == engine]
-            todo = [(job, cell) for job, cell in todo if cell.variant.engine != engine]
+            engine = todo[0][1].variant.started
+            chosen = [(job, cell) for job, cell in todo if cell.variant.started == engine]
+            todo = [(job, cell) for job, cell in todo if cell.variant.started != engine]
             self._run_on(engine, chosen, model, tokenizer)
 
     def _run_on(
@@ -171,7 +171,7 @@ class Benchmark:
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
         variant = cell.variant
-        return fingerprint([job.key, cell.options, variant.also, variant.engine, self._code])
+        return fingerprint([job.key, cell.options, variant.also, variant.started, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell

@@ -36,6 +36,7 @@ class Settings:
     dtype: str = "auto"
     beside: tuple[str, ...] = ()
     avx2: bool = False
+    quantization: str | None = None
     temperature: float = 0.0  # of sampling: all results are greedy
 
 

@@ -58,7 +58,7 @@ FILL = {
 def engine_specs(
     model: str, settings: Settings, config: Any, longest: int, batch: int
 ) -> list[EngineSpec]:
-    """Stock vLLM and its counterpart, alike but for the attention backend.
+    """Stock vLLM and its counterpart, alike but for the attention backend, and quantisation.
 
     Raises `SystemExit` where the two KV caches do not fit into memory.
     """
@@ -81,6 +81,7 @@ def engine_specs(
     }
     if settings.fill:
         common["kv_transfer_config"] = FILL
+    quantised = {"quantization": settings.quantization} if settings.quantization else {}
     options = {"budget": settings.budget} | settings.options
     if settings.beside:
         options["also"] = list(settings.beside)
@@ -88,7 +89,7 @@ def engine_specs(
     stock = EngineSpec(STOCK, common, {"VLLM_PLUGINS": ""} | env)
     if settings.against == "stock":
         return [stock, EngineSpec("stock again", common, stock.env)]
-    retrieval = {
+    retrieval = quantised | {
         "attention_backend": settings.against.upper(),
         "additional_config": {"kv_retrieval": options},
     }
@@ -121,6 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "would take longer than this, both engines together")  # fmt: skip
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
         help="of weights and KV cache; auto: the checkpoint's")  # fmt: skip
+    add("--quantization", help="of the counterpart's weights, as kvr_int8; stock keeps those of "
+        "the checkpoint")  # fmt: skip
     add("--avx2", action="store_true", help="both engines as on a machine without AVX-512")
     add("--enforce-eager", action="store_true", help="without torch.compile")
     add("--both-orders", type=int, default=0 if quick or fill else 8192, metavar="CONTEXT",
@@ -139,7 +142,7 @@ def earlier(path: Path, settings: Settings) -> list[Cell]:
     stored = read_json(path)
     if stored is None:
         return []
-    defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False}
+    defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False, "quantization": None}
     if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     cells: list[Cell] = stored["cells"]
@@ -226,6 +229,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         beside=tuple(args.beside),
         avx2=args.avx2,
+        quantization=args.quantization,
     )
     specs = engine_specs(str(args.model), settings, config, longest, batch)
     store = result_header("benchmarks.serving") | {

@@ -39,6 +39,7 @@ from benchmarks.tables import (
     presets,
     prompts,
     quality,
+    speculative,
     steps,
 )
 from benchmarks.tables.markdown import CELL, Options, Results, read_results, source
@@ -48,6 +49,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "capacity": places.capacity,
     "decode": prompts.decode,
     "disk": places.disk,
+    "drafters": speculative.drafters,
     "first": steps.first,
     "key_ranks": quality.key_ranks,
     "launches": gpu.launches,
@@ -64,6 +66,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,
+    "quantised": indexes.quantised,
     "queries": quality.query_similarity,
     "ratios": prompts.ratios,
     "recall": quality.recall,
@@ -73,6 +76,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "restarts": places.restarts,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
+    "speculative": speculative.table,
     "steps": steps.steps,
     "tokens": steps.tokens,
     "turns": quality.turns,

@@ -102,7 +102,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<kvr::DecodeRows>(m, "DecodeRows")
       .def("__init__",
            [](kvr::DecodeRows* self, int rows, uintptr_t block_table, int64_t block_table_width,
-              int64_t block_table_stride, uintptr_t seq_lens, uintptr_t seats,
+              int64_t block_table_stride, uintptr_t seq_lens, uintptr_t starts, uintptr_t seats,
               uintptr_t sink, uintptr_t window, uintptr_t mode, uintptr_t select, uintptr_t threshold,
               uintptr_t fresh, uintptr_t mass, uintptr_t corrected, int64_t corrected_seats,
               uintptr_t spared, int64_t spared_seats, uintptr_t lists, int64_t lists_rows,
@@ -110,15 +110,15 @@ NB_MODULE(_cpu, m) {
               bool per_token) {
              new (self) kvr::DecodeRows{
                  rows, at<int32_t>(block_table), block_table_width, block_table_stride,
-                 at<int32_t>(seq_lens), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
+                 at<int32_t>(seq_lens), at<int32_t>(starts), at<int32_t>(seats), at<int32_t>(sink), at<int32_t>(window),
                  at<kvr::Mode>(mode), at<int32_t>(select), at<float>(threshold), at<uint8_t>(fresh),
                  at<float>(mass), at<int64_t>(corrected), corrected_seats, at<int64_t>(spared),
                  spared_seats, at<int32_t>(lists), lists_rows, lists_width, lists_stride, at<int32_t>(lengths), lengths_size, per_token};
            },
            nb::kw_only(),
            nb::arg("rows"), nb::arg("block_table"), nb::arg("block_table_width"),
-           nb::arg("block_table_stride"), nb::arg("seq_lens"), nb::arg("seats"), nb::arg("sink"),
-           nb::arg("window"), nb::arg("mode"), nb::arg("select"), nb::arg("threshold"),
+           nb::arg("block_table_stride"), nb::arg("seq_lens"), nb::arg("starts"), nb::arg("seats"),
+           nb::arg("sink"), nb::arg("window"), nb::arg("mode"), nb::arg("select"), nb::arg("threshold"),
            nb::arg("fresh"), nb::arg("mass"), nb::arg("corrected"), nb::arg("corrected_seats"),
            nb::arg("spared"), nb::arg("spared_seats"), nb::arg("lists"), nb::arg("lists_rows"),
            nb::arg("lists_width"), nb::arg("lists_stride"), nb::arg("lengths"),

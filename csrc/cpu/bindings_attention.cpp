@@ -17,6 +17,21 @@ void bind_attention(nb::module_& m) {
       nb::arg("inputs"), nb::arg("outputs"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "multiply_quantised",
+      [](uintptr_t x, uintptr_t weights, uintptr_t scales, uintptr_t groups, uintptr_t bias,
+         uintptr_t out, int64_t tokens, int64_t inputs, int64_t outputs, int bits, int group,
+         int dtype) {
+        active->multiply_quantised({static_cast<kvr::DType>(dtype), at<void>(x), at<int8_t>(weights),
+                                    at<float>(scales), at<void>(groups), at<void>(bias), at<void>(out),
+                                    tokens, inputs, outputs, bits, group});
+      },
+      nb::kw_only(), nb::arg("x"), nb::arg("weights"), nb::arg("scales"), nb::arg("groups"),
+      nb::arg("bias"), nb::arg("out"), nb::arg("tokens"), nb::arg("inputs"), nb::arg("outputs"),
+      nb::arg("bits"), nb::arg("group"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
+  m.attr("PANEL") = kvr::QuantisedLayer::kPanel;
+  m.attr("BLOCK") = kvr::QuantisedLayer::kBlock;
+
+  m.def(
       "stage_pages",
       [](uintptr_t source, int64_t source_pages, uintptr_t pages, int64_t num_pages, uintptr_t target,
          int64_t blocks, int32_t pages_per_block, int32_t kv_heads, int32_t page_size,
@@ -101,16 +116,17 @@ void bind_attention(nb::module_& m) {
         nb::arg("element_size"), nb::arg("torch_dtype"));
 
   m.def("attend",
-        [](uintptr_t queries, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
+        [](uintptr_t query_data, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,
            uintptr_t out, nb::tuple out_shape, nb::tuple out_strides, nb::handle out_dtype,
            bool out_floats, uintptr_t lse, uintptr_t weights, int64_t weight_stride, uintptr_t entries, int64_t width,
-           int64_t stride, bool per_head, uintptr_t lengths, int rows, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
+           int64_t stride, bool per_head, uintptr_t lengths, int rows, uintptr_t starts, int run, uintptr_t cache, int64_t cache_tokens, int layout, int kv_heads,
            int group, int head_size, int page_size, int dtype, nb::handle torch_dtype, float scale,
            float softcap, uintptr_t sinks, uintptr_t rest_values, uintptr_t rest_lse) {
-          const Vectors query{queries, shape, strides, query_dtype};
+          const Vectors query{query_data, shape, strides, query_dtype};
           const Vectors output{out, out_shape, out_strides, out_dtype};
-          query.check("query", rows, kv_heads * group, head_size, torch_dtype);
-          output.check("output", rows, kv_heads * group, head_size,
+          const int queries = starts == 0 ? rows : at<int32_t>(starts)[rows];
+          query.check("query", queries, kv_heads * group, head_size, torch_dtype);
+          output.check("output", queries, kv_heads * group, head_size,
                        out_floats ? out_dtype : torch_dtype);
           const kvr::Attention attention{static_cast<kvr::DType>(dtype),
                                          static_cast<kvr::KeyLayout>(layout),
@@ -121,7 +137,8 @@ void bind_attention(nb::module_& m) {
                                          page_size,
                                          at<void>(cache),
                                          cache_tokens,
-                                         at<void>(queries),
+                                         at<int32_t>(starts),
+                                         at<void>(query_data),
                                          query.stride(),
                                          at<void>(out),
                                          output.stride(),
@@ -149,7 +166,7 @@ void bind_attention(nb::module_& m) {
         nb::arg("output_dtype"), nb::kw_only(), nb::arg("output_floats"), nb::arg("lse"), nb::arg("weights"),
         nb::arg("weight_stride"), nb::arg("entries"), nb::arg("entries_width"),
         nb::arg("entries_stride"), nb::arg("per_head"), nb::arg("lengths"), nb::arg("rows"),
-        nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
+        nb::arg("starts"), nb::arg("run"), nb::arg("cache"), nb::arg("cache_tokens"), nb::arg("layout"),
         nb::arg("kv_heads"), nb::arg("group"), nb::arg("head_size"), nb::arg("page_size"),
         nb::arg("dtype"), nb::arg("torch_dtype"), nb::arg("scale"), nb::arg("softcap"),
         nb::arg("sinks"), nb::arg("rest_values"), nb::arg("rest_lse"));

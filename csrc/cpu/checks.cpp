@@ -39,7 +39,7 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
   const std::string units = rows.per_token ? "tokens" : "pages";
   for (int r = 0; r < rows.rows; ++r) {
     const int64_t sink = rows.sink[r], window = rows.window[r];
-    const int64_t seat = rows.seats[r], len = rows.seq_lens[r];
+    const int64_t seat = rows.seats[r], len = rows.seq_lens[r], drafts = rows.drafts(r);
     const bool selects = rows.mode[r] == Mode::kSelect;
     if (rows.mode[r] > Mode::kWhole)
       refuse(r, {"mode", std::to_string(static_cast<int>(rows.mode[r])), "is none"});
@@ -54,6 +54,10 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
       refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.spared_seats),
                  "of spared"});
     if (selects && rows.select[r] < 0) refuse(r, {std::to_string(rows.select[r]), units, "to select"});
+    if (drafts < 0 || drafts >= len)
+      refuse(r, {std::to_string(drafts), "draft tokens in a context of", std::to_string(len)});
+    if (drafts > 0 && selects && window < (rows.per_token ? drafts : (len + page_size - 1) / page_size - (len - drafts) / page_size))
+      refuse(r, {"its window of", std::to_string(window), units, "lacks draft tokens"});
     if (sink < 0 || window < 0 || len < 1)
       refuse(r, {"a context of", std::to_string(len), "tokens,", std::to_string(sink),
                  units, "of sink and", std::to_string(window), "of window cannot be"});
@@ -203,9 +207,15 @@ void check_pages(const PageIndexing& p) {
 
 void check_lists(const Attention& a) {
   const int64_t entries = a.cache_tokens / a.run / (a.per_head ? 1 : a.kv_heads);
-  // Of a softmax of several parts some may be empty.
-  const int least = a.lse != nullptr || a.rest_lse != nullptr ? 0 : 1;
+  if (a.starts != nullptr && a.starts[0] != 0)
+    throw std::invalid_argument("the first query is " + std::to_string(a.starts[0]) + ", not 0");
+  for (int row = 0; row < a.rows; ++row)
+    if (a.queries(row) < 1 || (a.queries(row) > 1 && a.weights != nullptr))
+      refuse(row, {std::to_string(a.queries(row)), "queries; weights are of single ones"});
+  // Of a softmax of several parts some may be empty, for some queries.
+  const bool parts = a.lse != nullptr || a.rest_lse != nullptr;
   for (int64_t unit = 0; unit < int64_t(a.rows) * a.kv_heads; ++unit) {
+    const int64_t least = parts ? 0 : a.queries(unit / a.kv_heads);
     const int64_t length = a.lengths[unit], count = (length + a.run - 1) / a.run;
     if (length < least || count > a.entries_width)
       throw std::invalid_argument("lengths[" + std::to_string(unit) + "] is " +

@@ -82,7 +82,7 @@ struct Filter {
   bool counts(int row, int j) const {
     return rows.select[row] > 0 && s.weights[row * queries + j] > 0 && context(row, j) > 0;
   }
-  int context(int row, int j) const { return rows.seq_lens[row] - (queries - 1 - j); }
+  int context(int row, int j) const { return rows.selected_by(row) - (queries - 1 - j); }
 
   // In vLLM's layout for this element: where score_page reads it.
   const E* keys(int64_t page, int head) const {

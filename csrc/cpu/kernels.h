@@ -23,12 +23,14 @@ enum class Mode : uint8_t {
   kWhole = 2,                    // the row attends to the whole context
 };
 
-// The requests of a step that decode one token each; the same for every layer.
+// The requests of a step that decode; the same for every layer. A request may have draft tokens behind its
+// new one, which this step verifies. It selects once, by the query of its new token.
 struct DecodeRows {
   int32_t rows;
   const int32_t* block_table;    // [rows, block_table_width]; page ids in context order
   int64_t block_table_width, block_table_stride;
-  const int32_t* seq_lens;       // [rows]; tokens in the context, including the new one
+  const int32_t* seq_lens;       // [rows]; tokens in the context, including the new one and drafts
+  const int32_t* starts;         // [rows + 1]; the first query of each row; null: each has one
   const int32_t* seats;          // [rows]; the entry of the request in per-request state
   const int32_t* sink;           // [rows]; in units of selection: pages, or tokens
   const int32_t* window;         // [rows]
@@ -47,6 +49,8 @@ struct DecodeRows {
   int64_t lengths_size;
   bool per_token;                // whether units of selection are single tokens
 
+  int32_t drafts(int row) const { return starts == nullptr ? 0 : starts[row + 1] - starts[row] - 1; }
+  int32_t selected_by(int row) const { return seq_lens[row] - drafts(row); }  // tokens the query sees
   bool scores(int row) const { return mode[row] == Mode::kSelect && select[row] > 0; }
   int32_t unit(int32_t page_size) const { return per_token ? 1 : page_size; }  // tokens
   int32_t units(int row, int32_t page_size) const {  // of the context
@@ -246,21 +250,23 @@ struct TokenStaging {
 };
 void stage_tokens(const TokenStaging&);
 
-// Attention of rows of one token each. A (page, KV head) is a unit; its tokens have the numbers unit *
-// page_size + offset. An entry of a list is `run` adjacent tokens.
+// Attention of rows that decode. A (page, KV head) is a unit; its tokens have the numbers unit * page_size +
+// offset. An entry of a list is `run` adjacent tokens. A row's last query sees all tokens of its lists, and
+// the query before one token less.
 struct Attention {
   DType dtype;
   KeyLayout layout;              // kAmx: elements of 2 bytes
   int32_t rows, kv_heads, group, head_size, page_size;
   const void* cache;             // [units, 2 * page_size * head_size]
   int64_t cache_tokens;
-  const void* query;             // [rows, kv_heads * group, head_size]
-  int64_t query_stride;          // elements from one row to the next
-  void* out;                     // [rows, kv_heads * group, head_size]
+  const int32_t* starts;         // [rows + 1]; the first query of each row; null: each has one
+  const void* query;             // [queries, kv_heads * group, head_size]
+  int64_t query_stride;          // elements from one query to the next
+  void* out;                     // [queries, kv_heads * group, head_size]
   int64_t out_stride;
   bool out_floats;               // whether out is of floats, whatever the dtype
-  float* lse;                    // out, [rows, kv_heads * group], or null
-  float* weights;                // out, [rows, kv_heads * group, weight_stride], or null
+  float* lse;                    // out, [queries, kv_heads * group], or null
+  float* weights;                // out, [rows, kv_heads * group, weight_stride], or null; of single queries
   int64_t weight_stride;
   // [rows * kv_heads, entries_width]. If all KV heads of a row share a list: [rows, entries_width],
   // pages, of which each KV head reads its unit.
@@ -272,8 +278,11 @@ struct Attention {
   float scale;
   float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
   const float* sinks;            // [kv_heads * group]; a further logit, with a value of zero; or null
-  const float* rest_values;      // [rows, kv_heads * group, head_size]; a further part of the softmax, or null
-  const float* rest_lse;         // [rows, kv_heads * group]; the logarithm of its sum of exponentials
+  const float* rest_values;      // [queries, kv_heads * group, head_size]; a further part of the softmax, or null
+  const float* rest_lse;         // [queries, kv_heads * group]; the logarithm of its sum of exponentials
+
+  int first_query(int row) const { return starts == nullptr ? row : starts[row]; }
+  int queries(int row) const { return first_query(row + 1) - first_query(row); }
 };
 
 // Attention of prompts: sequences of queries, each with lists of pages. A query sees the first tokens
@@ -316,6 +325,26 @@ struct LinearLayer {
   int64_t tokens, inputs, outputs;
 };
 
+// out = x * weights^T + bias, of weights with 8 or 4 bits. A weight is
+// scales[output] * (groups[scale] * its number + groups[offset]).
+struct QuantisedLayer {
+  static constexpr int kPanel = 16;  // outputs that lie side by side; the last ones are padded
+  static constexpr int kBlock = 32;  // inputs that a token has a scale for; the last ones are padded
+
+  DType dtype;
+  const void* x;          // [tokens, inputs]
+  const int8_t* weights;  // 8 bits, with a sign: [panels, inputs / 4, kPanel, 4]; 4 bits, without:
+                          // [panels, inputs / 8, kPanel, 4], inputs i and i + 4 in a byte
+  const float* scales;    // [panels * kPanel]
+  const void* groups;     // float16 [panels, num_groups(), 2, kPanel], scales and offsets; or null
+  const void* bias;       // [outputs], or null
+  void* out;              // [tokens, outputs]
+  int64_t tokens, inputs, outputs;
+  int32_t bits, group;    // inputs of a group, a multiple of kBlock
+
+  int64_t num_groups() const { return (inputs + group - 1) / group; }
+};
+
 struct UnitCoding;  // codec.h
 
 // An index with kernels, as its line in KVR_INDEXES and its struct have it.
@@ -335,6 +364,7 @@ struct KernelTable {
   void (*attend_prompt)(const PromptAttention&);
   void (*select_context)(const ContextSelection&);
   void (*multiply)(const LinearLayer&);
+  void (*multiply_quantised)(const QuantisedLayer&);
   // These run on the calling thread alone.
   void (*encode_units)(const UnitCoding&);
   void (*decode_units)(const UnitCoding&);

@@ -37,6 +37,7 @@ void select_context(const ContextSelection&);  // filter.cpp
 void encode_units(const UnitCoding&);          // codec.cpp
 void decode_units(const UnitCoding&);
 void multiply(const LinearLayer&);             // linear.cpp
+void multiply_quantised(const QuantisedLayer&);  // quantised.cpp
 
 }  // namespace KVR_SHARED
 
@@ -113,7 +114,7 @@ struct Planner {
 
   int group_elements() const { return chooser.group * index.head_size; }
   int units(int row) const { return rows.units(row, index.page_size); }
-  int entries(int row) const { return index.entries_of(rows.seq_lens[row]); }
+  int entries(int row) const { return index.entries_of(rows.selected_by(row)); }
   bool adds_up() const { return plan.rest_lse != nullptr && chooser.remainder > 0; }
   int64_t sum_size() const { return MeanSums::size(index.head_size); }
   const int32_t* blocks(int row) const { return rows.block_table + row * rows.block_table_stride; }
@@ -431,6 +432,7 @@ const KernelTable KVR_CONCAT(table_, KVR_ISA) = {
     KVR_STRING(KVR_ISA),       KVR_SHARED::update_index, KVR_ISA::plan_decode,
     KVR_SHARED::index_pages,   KVR_SHARED::read_keys,    KVR_ISA::attend,
     KVR_ISA::attend_prompt,    KVR_SHARED::select_context, KVR_SHARED::multiply,
-    KVR_SHARED::encode_units,  KVR_SHARED::decode_units, KVR_ISA::kIndexNames};
+    KVR_SHARED::multiply_quantised, KVR_SHARED::encode_units, KVR_SHARED::decode_units,
+    KVR_ISA::kIndexNames};
 
 }  // namespace kvr

@@ -81,12 +81,13 @@ std::string TokenRecall::locate(const DecodeRows& rows, int row, int list, int64
 // those of tokens that have not been attended to for longest.
 void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
                         const UnitLists& found, Work& work) {
-  const int32_t request = rows.seats[row], newest = rows.seq_lens[row] - 1;
+  // The step writes these tokens, some of them perhaps in place of drafts that have been rejected.
+  const int32_t request = rows.seats[row], newest = rows.selected_by(row) - 1;
   std::vector<Held>& held = held_[int64_t(request) * config_.lists + list];
   const int count = static_cast<int>(work.positions.size());
   if (rows.fresh[row]) held.clear();
   work.places.assign(count, -1);
-  work.misses = 0;
+  work.misses = work.older = 0;
   auto at = held.begin();
   for (int i = 0; i < count; ++i) {
     while (at != held.end() && at->position < work.positions[i]) ++at;
@@ -96,6 +97,7 @@ void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
       work.places[i] = at->place;
     } else {
       ++work.misses;
+      work.older += work.positions[i] < newest;
     }
   }
   // Places are taken from the first one on, and given back only to be taken at once.
@@ -123,19 +125,24 @@ void TokenRecall::place(const DecodeRows& rows, int row, int list, uint32_t now,
   work.newest.clear();
   at = held.begin();
   auto next_freed = freed.begin();
+  const auto read_into = [&](int i, std::vector<Read>& reads) {
+    if (!reads.empty() && reads.back().token + reads.back().count == work.tokens[i] &&
+        reads.back().place + reads.back().count == work.places[i])
+      ++reads.back().count;
+    else
+      reads.push_back({request, list, work.tokens[i], work.places[i], 1});
+  };
   for (int i = 0; i < count; ++i) {
     const int32_t position = work.positions[i];
     while (at != held.end() && at->position < position) merged.push_back(*at++);
-    if (work.places[i] >= 0) continue;
+    if (work.places[i] >= 0) {
+      if (position >= newest) read_into(i, work.newest);
+      continue;
+    }
     const int32_t place = next_freed != freed.end() ? *next_freed++ : unused++;
     work.places[i] = place;
     merged.push_back({position, work.tokens[i], place, now});
-    std::vector<Read>& reads = position == newest ? work.newest : work.reads;
-    if (!reads.empty() && reads.back().token + reads.back().count == work.tokens[i] &&
-        reads.back().place + reads.back().count == place)
-      ++reads.back().count;
-    else
-      reads.push_back({request, list, work.tokens[i], place, 1});
+    read_into(i, position >= newest ? work.newest : work.reads);
   }
   merged.insert(merged.end(), at, held.end());
   held.assign(merged.begin(), merged.end());
@@ -196,14 +203,13 @@ void TokenRecall::recall(const DecodeRows& rows, const UnitLists& found) {
   newest_.clear();
   const int64_t copies = int64_t(heads_per_list()) * config_.layers.size();
   for (int i = 0; i < tasks; ++i) {
-    const auto& [positions, tokens, places, merged, reads, newest, missed, error] = work[i];
+    const auto& [positions, tokens, places, merged, reads, newest, missed, older, error] = work[i];
     reads_.insert(reads_.end(), reads.begin(), reads.end());
     newest_.insert(newest_.end(), newest.begin(), newest.end());
     int64_t* counts = config_.counts + int64_t(rows.seats[i / lists]) * kRecallCounts;
-    const int64_t misses = missed - static_cast<int64_t>(newest.size());
     counts[kAttended] += copies * static_cast<int64_t>(positions.size());
-    counts[kMissed] += copies * misses;
-    counts[kRecalled] += copies * misses;
+    counts[kMissed] += copies * older;
+    counts[kRecalled] += copies * older;
   }
   const int reads = static_cast<int>(reads_.size());
   parts_ = reads == 0 ? 0 : std::clamp(reads / kReadsPerPart, 1, kMostParts);

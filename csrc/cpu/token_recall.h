@@ -73,7 +73,7 @@ class TokenRecall {
     std::vector<int32_t> positions, tokens, places;
     std::vector<Held> merged;
     std::vector<Read> reads, newest;
-    int64_t misses;
+    int64_t misses, older;  // tokens without a place; those that earlier steps have written
     std::string error;
   };
   struct Progress {

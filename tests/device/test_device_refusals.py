@@ -157,7 +157,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "speculation": (
         LLAMA,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+        "freekv does not verify drafts on a GPU yet; leave --speculative-config out, or serve on a "
+        "CPU.",
     ),
 }
 

@@ -49,6 +49,8 @@ VALUES: dict[str, Any] = {
     "dense_layers": 2,
     "max_budget": 4096,
     "memory_fraction": 0.5,
+    "drafts": 4,
+    "lossless": True,
     "allow_exact": False,
     "sources": True,
     "client_options": ["budget"],
@@ -134,7 +136,13 @@ def refusal_in_memory(key: str) -> str:
 @pytest.mark.parametrize("key", REQUEST)
 def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
     values = {"budget": 1024, "correction_threshold": 0.5, "exact": True, "exact_prefix": True}
-    values |= {"prefill_budget": 0, "prefill_share": 0.25, "mass": 0.9}
+    values |= {
+        "drafts": 0,
+        "lossless": True,
+        "prefill_budget": 0,
+        "prefill_share": 0.25,
+        "mass": 0.9,
+    }
     for method, family in FAMILIES.items():
         if family is FilterMethod or method in ("quest", "kvretrieval"):
             continue
@@ -146,12 +154,13 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
         except RetrievalConfigError as error:
             said = str(error)
         if family not in having(key, of_request=True):
-            assert "has no effect with" in said
+            assert f" {REQUEST[key].verdict} {method}, " in said
         elif said:
             reasons = (
                 "selects anew at every step",
                 "cannot be reached with",
                 "is not served, since all",
+                "needs a server that drafts",
             )
             assert any(reason in said for reason in reasons)
 

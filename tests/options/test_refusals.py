@@ -109,13 +109,15 @@ ENGINES = {
     "fp8 cache": (
         {"kv_cache_dtype": "fp8"},
         "freekv does not support a KV cache in fp8 with a model in torch.bfloat16; use "
-        "--kv-cache-dtype bfloat16, which overrides the checkpoint's kv_cache_scheme.",
+        "--kv-cache-dtype bfloat16, which overrides the checkpoint's kv_cache_scheme. On CPUs "
+        "kv_retrieval.home=disk with kv_retrieval.codec=k8v4 has fewer bits: 8 for keys, and 4 "
+        "for values.",
     ),
     "cache of no name": (
         {"kv_cache_dtype": "fp8", "dtype": "float32"},
         "freekv does not support a KV cache in fp8 with a model in torch.float32; use "
         "--kv-cache-dtype auto, or if the checkpoint has a kv_cache_scheme --dtype bfloat16 and "
-        "--kv-cache-dtype bfloat16.",
+        "--kv-cache-dtype bfloat16. On CPUs *",
     ),
     "all layers dense": (
         {"additional_config": {"kv_retrieval": {"dense_layers": 2}}},
@@ -142,9 +144,31 @@ ENGINES = {
         "--block-size 128 cannot be combined with a KV connector, which moves whole blocks: they "
         "have to be pages. Leave it out, or use --block-size 32.",
     ),
-    "speculation": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "freekv does not support speculative decoding yet; leave --speculative-config out.",
+    "drafter": (
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+        "freekv does not verify the drafts of 'ngram_gpu'; use one of ngram, suffix, custom_class "
+        "as the method of --speculative-config, or leave that out.",
+    ),
+    "drafts": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 129}},
+        "num_speculative_tokens=129 of --speculative-config are more drafts than vLLM verifies in "
+        "a step; use 128 or less.",
+    ),
+    "sources of drafts": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"sources": True}},
+        },
+        "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "
+        "--speculative-config verify several; leave one out.",
+    ),
+    "drafts of methods that drop tokens": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"also": ["snapkv"]}},
+        },
+        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops "
+        "tokens; use methods that select pages, such as kvretrieval, or leave it out.",
     ),
     "decode contexts": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
@@ -270,6 +294,15 @@ def pattern(message: str) -> str:
 def test_engines(configure, options, message):
     with pytest.raises(ValueError, match=pattern(message)):
         configure(LLAMA, **options)
+
+
+def test_drafts_with_the_other_model_runner(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="V1 model runner, not with V2; set VLLM_USE_V2"):
+        configure(LLAMA, speculative_config=drafts)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    configure(LLAMA, speculative_config=drafts)
 
 
 def test_hashes_of_a_store(configure):
@@ -413,3 +446,82 @@ def test_layers_that_share_a_selection(configure, options, message):
 def test_a_real_model_is_refused_alike(configure):
     with pytest.raises(ValueError, match=r"freekv serves text generation; .*SmolLM2"):
         configure(checkpoint("SmolLM2-135M-Instruct"), runner="pooling")
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+
+
+def compressed(**weights):
+    """The configuration of a checkpoint of compressed-tensors whose tokens have 16 bits."""
+    given = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": given | weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        (GPTQ, "auto_gptq"),
+        (GPTQ | {"desc_act": True, "group_size": -1}, "auto_gptq"),
+        (GPTQ | {"desc_act": True}, "kvr_gptq"),
+        (GPTQ | {"sym": False, "bits": 8}, "kvr_gptq"),
+        (compressed(), "compressed-tensors"),
+        (compressed(num_bits=8, strategy="channel", group_size=None), "compressed-tensors"),
+    ],
+    ids=str,
+)
+def test_readers_of_quantised_weights(configure, weights, name):
+    """What vLLM reads it reads; of GPTQ the rest is ours."""
+    for backend in ("freekv", None):
+        config = configure(LLAMA | {"quantization_config": weights}, attention_backend=backend)
+        assert config.model_config.quantization == name
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (compressed(num_bits=3), "weights of 3 bits in groups of 32 inputs are not served on this"),
+        (compressed(num_bits=8, group_size=16), "weights of 8 bits in groups of 16 inputs are not"),
+        (compressed(group_size=16), "weights of 4 bits in groups of 16 inputs are not"),
+        (GPTQ | {"group_size": 40}, "weights of 4 bits in groups of 40 inputs are not"),
+    ],
+    ids=str,
+)
+def test_quantised_weights_that_nothing_serves(configure, monkeypatch, weights, message):
+    """A CPU with AVX2, where vLLM accepts them and has no product."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    model = LLAMA | {"quantization_config": weights}
+    with pytest.raises(ValueError, match=f"{message} .*--quantization kvr_int8 or kvr_int4"):
+        configure(model)
+    configure(model, attention_backend=None)  # stock vLLM is not changed
+
+
+def test_weights_that_are_quantised_already(configure):
+    """VLLM refuses to read a checkpoint as another kind of weights."""
+    for weights in (GPTQ, GPTQ | {"desc_act": True}, compressed()):
+        with pytest.raises(ValueError, match="does not match the quantization method"):
+            configure(LLAMA | {"quantization_config": weights}, quantization="kvr_int8")
+    configure(LLAMA | {"quantization_config": GPTQ | {"sym": False}}, quantization="gptq")
+
+
+def test_files_of_gguf(configure):
+    """vLLM takes the option, and has no loader for it."""
+    with pytest.raises(ValueError, match=r"reads no GGUF files; .*kvr_int8"):
+        configure(LLAMA, load_format="gguf")
+
+
+@pytest.mark.parametrize("method", ["kvr_int8", "kvr_int4"])
+def test_experts_are_not_rounded(configure, method):
+    """With or without retrieval; a model without experts is."""
+    for backend in ("freekv", None):
+        assert configure(LLAMA, quantization=method, attention_backend=backend).quant_config
+        with pytest.raises(ValueError, match=f"{method} is not served for mixtures of experts"):
+            configure(
+                LLAMA | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+                quantization=method,
+                attention_backend=backend,
+            )

@@ -1,6 +1,7 @@
 """Attention, and the tokens that it reads: kept, staged or written."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -117,6 +118,20 @@ def attend(
     units = cache.flatten(0, -3)
     keys, values = (part.flatten(0, 1).double() for part in tokens_of(units, layout))
     group = query.shape[1] // lists.kv_heads
+    if lists.starts is not None:  # a row for each query
+        count = lists.starts.diff()
+        row = torch.arange(len(count)).repeat_interleave(count)
+        unseen = lists.starts[1:].repeat_interleave(count) - 1 - torch.arange(len(row))
+        lengths = lists.lengths.view(-1, lists.kv_heads)[row] - unseen[:, None]
+        of_row = lists.entries.view(
+            -1, lists.kv_heads if lists.per_head else 1, lists.entries.shape[1]
+        )
+        lists = replace(
+            lists,
+            entries=of_row[row].flatten(0, 1),
+            lengths=lengths.clamp(min=0).flatten().int(),
+            starts=None,
+        )
     for unit, length in enumerate(lists.lengths.tolist()):
         row, head = divmod(unit, lists.kv_heads)
         heads = slice(head * group, (head + 1) * group)

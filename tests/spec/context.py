@@ -16,7 +16,8 @@ def select_context(
     merge: Merge | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.select_context`."""
-    lengths = rows.seq_lens.tolist()
+    drafts = 0 if rows.starts is None else rows.starts.diff() - 1
+    lengths = (rows.seq_lens - drafts).tolist()
     ratings = torch.full((*weights.shape, max(lengths)), -torch.inf, dtype=torch.float64)
     for r, length in enumerate(lengths):
         queries = query[: len(rows) * weights.shape[1]].unflatten(0, weights.shape)[r]
@@ -26,7 +27,7 @@ def select_context(
     for r, length in enumerate(lengths):
         sink, window, select = (int(t[r]) for t in (rows.sink, rows.window, rows.select))
         scores = context_scores(ratings[r, :, :length], weights[r])
-        best = sink + top_pages(scores[sink : length - window], select)
+        best = sink + top_pages(scores[sink : int(rows.seq_lens[r]) - window], select)
         selector.chosen[int(rows.seats[r]), :select] = best
 
 

@@ -38,8 +38,8 @@ def test_every_page_is_encoded_once_when_it_leaves(keeps):
         table = np.full((len(ids), 400), -1)
         for row, name in enumerate(ids):
             table[row, : len(contexts[name][2])] = contexts[name][2]
-        after = [contexts[name][1] for name in ids]
-        closing = tier.advance(ids, np.array(before), np.array(after), table)
+        after = np.array([contexts[name][1] for name in ids])
+        closing = tier.advance(ids, np.array(before), after, after, table)
         assert not encoded.intersection(closing)
         assert len(set(closing)) == len(closing)
         encoded.update(closing)
@@ -71,6 +71,7 @@ def test_all_layers_encode_what_leaves(tmp_path):
             requests=["a"],
             before=np.array([before]),
             lens=np.array([before + SIZE]),
+            certain=np.array([before + SIZE]),
             block_table=np.array([[7, 8]]),
             whole=None,
             laid_out=[],

@@ -97,4 +97,4 @@ def split(builder, lens, queries=None, prefilling=None):
         slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
         scheduler_metadata=None,
     )
-    return builder._split(common, dense)
+    return builder._split(common, dense, np.array(lens) - starts.diff().numpy())

@@ -31,11 +31,11 @@ def record_sparse(worker: Any) -> None:
     table = worker.requests
     count_steps = table.count_steps
 
-    def record(seats: Any, lens: Any, pages: Any, rows: Any, decodes: Any) -> None:
+    def record(seats: Any, lens: Any, pages: Any, rows: Any, *more: Any) -> None:
         names = table.batch
         for row in rows.nonzero()[0].tolist():
             sparse.setdefault(names[row], set()).add(int(lens[row]) - 1)
-        count_steps(seats, lens, pages, rows, decodes)
+        count_steps(seats, lens, pages, rows, *more)
 
     table.count_steps, table.sparse = record, sparse
 

@@ -121,7 +121,7 @@ def test_types_of_the_cache_on_cpus():
     expected="checkpoints of GPTQ are served, whatever their options",
     happens="those with `desc_act` and groups, and asymmetric ones, are refused; with one group "
     "`desc_act` is ignored, which is right",
-    remedy="take a checkpoint without `desc_act`, or AWQ",
+    remedy="on CPUs the plug-in reads them; elsewhere take a checkpoint without `desc_act`, or AWQ",
 )
 def test_gptq_with_an_order():
     def read(**given):

@@ -129,7 +129,7 @@ print(*propose(np.array([1, 2, 7, 7, 1, 2, 8, 8, 1, 2]), 2, 2, 100, 2))
     "v1/spec_decode/ngram_proposer.py",
     expected="drafts by n-grams continue the latest text that fits",
     happens="of matches of one length the earliest of the context",
-    remedy="the plug-in refuses speculative decoding; expect fewer accepted drafts in long chats",
+    remedy="expect fewer accepted drafts in long chats",
 )
 def test_drafts_follow_the_earliest_match():
     # In a process of its own: beside numba, which it imports, no engine of this vLLM starts.

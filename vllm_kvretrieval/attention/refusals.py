@@ -77,10 +77,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "json from beside it, and set --max-model-len to its original_max_position_embeddings."
         )
     check_windows(model, method)
-    if vllm_config.speculative_config is not None:
-        raise RetrievalConfigError(
-            f"{method} does not support speculative decoding yet; leave --speculative-config out."
-        )
     contexts = (
         parallel.decode_context_parallel_size,
         parallel.prefill_context_parallel_size,
@@ -94,7 +90,8 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     if not _is_own(cache.cache_dtype, model.dtype):
         raise RetrievalConfigError(
             f"{method} does not support a KV cache in {cache.cache_dtype} with a model in "
-            f"{model.dtype}; {own_cache(model.dtype)}."
+            f"{model.dtype}; {own_cache(model.dtype)}. On CPUs kv_retrieval.home=disk with "
+            "kv_retrieval.codec=k8v4 has fewer bits: 8 for keys, and 4 for values."
         )
     if cache.user_specified_block_size and cache.block_size % config.page_size:
         raise RetrievalConfigError(

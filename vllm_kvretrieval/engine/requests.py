@@ -1,6 +1,7 @@
 """The table of running requests: their seats, options and counts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -286,6 +287,30 @@ class RequestTable:
         if self.kept is not None:
             self.kept.end_step()
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Between two steps of the engine: steps in which requests draft for themselves.
+
+        Each begins by :meth:`set_drafting`. Requests select in them that attend to everything in
+        the engine's steps. What they read is counted, and their contexts are as before in the end.
+        """
+        rows, foreseen, arrived, batch = self._rows, self.foreseen, self.arrived, self.batch
+        exact, contexts = self.records["exact"].copy(), self._context.copy()
+        self._book_foreseen()
+        self.foreseen, self.arrived, self.in_step = ForeseenSteps(), frozenset(), True
+        self.records["exact"] = False
+        try:
+            yield
+        finally:
+            self._rows, self.foreseen, self.arrived, self.in_step = rows, foreseen, arrived, False
+            self.batch, self._batch_seats = batch, None
+            self.records["exact"], self._context[:] = exact, contexts
+
+    def set_drafting(self, batch: Sequence[str]) -> None:
+        """Begin a step of :meth:`drafting`, of requests that have seats."""
+        self._rows, self.foreseen = lambda _: batch, ForeseenSteps()
+        self.batch, self._batch_seats = batch, None
+
     def _book_foreseen(self) -> None:
         """Book the foreseen steps that have passed; the next step is none of them."""
         batch, passed = self.foreseen.stop()
@@ -319,6 +344,15 @@ class RequestTable:
         """
         return lens > self.ends[seats]
 
+    def certain(self, seats: np.ndarray, before: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """int [n]; tokens of contexts with a step, without drafts that it may reject.
+
+        Args:
+            seats: The requests' seats.
+            before, lens: int [n]; tokens of the contexts before the step, and with it.
+        """
+        return np.maximum(np.minimum(lens, self.ends[seats]), before + 1)
+
     def count_steps(
         self,
         seats: np.ndarray,
@@ -326,13 +360,16 @@ class RequestTable:
         pages: np.ndarray,
         sparse: np.ndarray,
         decodes: np.ndarray,
+        reads: np.ndarray,
     ) -> None:
         """Book a step: which rows decode, and which of them attend to selected pages only.
 
-        A step is booked once, although several groups of layers may report it.
+        A step is booked once, although several groups of layers may report it. Rows that ``reads``
+        names are left to :meth:`count_prefill`.
         """
-        new = lens != self._context[seats]
-        self._context[seats] = lens
+        known = self._context[seats]
+        new = (lens != known) & ~reads
+        self._context[seats] = np.where(reads, known, lens)
         attended = self._attended(seats, pages)
         booked = np.stack((decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self._steps.numpy()[seats, :4] += booked * new[:, None]

@@ -69,9 +69,12 @@ class RetrievalScheduler(ChunkScheduler):
 
     max_num_running_reqs: int
     max_num_active_reqs: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The model's own drafts are written behind the tokens of a step.
+        self.num_lookahead_tokens = max(self.num_lookahead_tokens, self.retrieval.drafts)
         self.levels = BlockLevels()
         self._rules, self._reader = ExactnessRules(self.retrieval), RequestReader(self.retrieval)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -309,7 +312,7 @@ class RetrievalScheduler(ChunkScheduler):
     def _taint(self, context: Context, tokens: int) -> Taint:
         """The taint of the context after a step of ``tokens`` tokens."""
         start, taint = context.request.num_computed_tokens, context.taint
-        decodes, resumable = tokens == 1 and start >= context.ends, context.request.resumable
+        decodes, resumable = start >= context.ends, context.request.resumable
         if decodes or (tokens == 1 and resumable):
             taint = taint.plus(context.exactness.decoding(start))
         if not decodes or resumable:
@@ -322,7 +325,8 @@ class RetrievalScheduler(ChunkScheduler):
         self._renew(context)
         context.taint = self._taint(context, tokens)
         self._note_final(context)
-        end = context.request.num_computed_tokens + tokens
+        start = context.request.num_computed_tokens
+        end = start + (tokens if start < context.ends else 1)  # drafts may be rejected
         if end < context.ends or context.request.resumable:
             return
         # The next block may get its hash when its last token is computed.

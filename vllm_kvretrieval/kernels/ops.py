@@ -274,24 +274,27 @@ class Ops(Protocol):
         sinks: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Softmax attention of single tokens to lists of tokens or pages.
+        """Softmax attention of rows that decode to lists of tokens or pages.
 
-        Bytes moved: keys and values of the tokens once, whatever the size of the group.
+        Bytes moved: keys and values of the tokens once, whatever the size of the group, and however
+        many queries a row has. A query's result is that of a row of its own, to rounding; to the
+        last bit if its list is no longer than 8192 tokens.
 
         Args:
-            query: [>= R, kv_heads * group, head_size]; rows may be strided.
-            lists: The lists of R rows. They may be empty if there is ``lse`` or ``remainder``: of
-                nothing at all come zeros, and minus infinity as ``lse``.
+            query: [>= Q, kv_heads * group, head_size]; queries may be strided.
+            lists: The lists of R rows of Q queries. They may be empty if there is ``lse`` or
+                ``remainder``: of nothing at all come zeros, and minus infinity as ``lse``.
             cache: [units, page_size, 2 * head_size], contiguous; there may be more leading
                 dimensions.
-            output: [>= R, kv_heads * group, head_size], written; rows may be strided. In the
+            output: [>= Q, kv_heads * group, head_size], written; queries may be strided. In the
                 cache's dtype, or in float32.
             layout: ``token_major``, or the name of vLLM's layout of keys, with ``run`` of 16 or
                 more. With ``amx`` (see :meth:`stage_pages`) elements have 16 bits.
             scale: Softmax scale.
-            lse: float32 [R, kv_heads * group], written: the logarithm of the sum of exponentials.
+            lse: float32 [Q, kv_heads * group], written: the logarithm of the sum of exponentials.
             weights: float32 [R, kv_heads * group, >= tokens of the longest list], written: the
-                weight of each token of a list. Numbers behind a list stay as they are.
+                weight of each token of a list; only of rows of one query each. Numbers behind a
+                list stay as they are.
             softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
             sinks: float32 [kv_heads * group]; a further logit of every head, with a value of zero.
             remainder: A further part of the softmax; None: there is none.

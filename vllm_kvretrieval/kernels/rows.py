@@ -28,19 +28,24 @@ class Contexts(NamedTuple):
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     seats: torch.Tensor
+    starts: torch.Tensor | None = None
 
 
 @dataclass
 class DecodeRows:
-    """The requests of a step that decode one token each, in batch order; the same for all layers.
+    """The requests of a step that decode, in batch order; the same for all layers.
 
+    A request may have draft tokens behind its new one, which the step verifies. It selects once, by
+    the query of its new token, as if there were no drafts; its window also has these.
     There are ``R`` rows, and ``S`` seats, the entries of the per-request state. All tensors are
     contiguous in their last dimension. Make rows by :meth:`selecting`, :meth:`given` and
     :meth:`whole`.
 
     Attributes:
         block_table: int32 [R, >= pages]; page ids in context order.
-        seq_lens: int32 [R]; tokens in the context, including the new one.
+        seq_lens: int32 [R]; tokens in the context, including the new one and its drafts.
+        starts: int32 [R + 1]; the first of each row's queries, those of its new token and its
+            drafts, and the end of the last one; None: there are no drafts.
         seats: int32 [R]; the entry of each request in the per-request state.
         sink, window: int32 [R]; units (pages, or tokens) that are always attended to. With pages,
             the last page of the window is the tail page, which need not be full.
@@ -66,6 +71,7 @@ class DecodeRows:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     seats: torch.Tensor
+    starts: torch.Tensor | None
     sink: torch.Tensor
     window: torch.Tensor
     mode: torch.Tensor
@@ -185,8 +191,9 @@ class Remainder(NamedTuple):
     """What rows do not attend to token by token: a further part of their softmax.
 
     Attributes:
-        values: float32 [R, kv_heads * group, head_size]; the mean of the values, by attention.
-        lse: float32 [R, kv_heads * group]; the logarithm of the sum of exponentials of the logits;
+        values: float32 [Q, kv_heads * group, head_size]; the mean of the values, by attention. A
+            row of single queries has one.
+        lse: float32 [Q, kv_heads * group]; the logarithm of the sum of exponentials of the logits;
             minus infinity: there is nothing.
     """
 
@@ -201,10 +208,15 @@ class Remainder(NamedTuple):
             torch.empty(query.shape[:2], dtype=torch.float32),
         )
 
+    def shared(self, starts: torch.Tensor) -> "Remainder":
+        """The remainder of each row for all of its queries; see :attr:`DecodeRows.starts`."""
+        count = starts.diff()
+        return Remainder(*(part.repeat_interleave(count, 0) for part in self))
+
 
 @dataclass
 class TokenLists:
-    """The tokens that rows of one token each attend to.
+    """The tokens that rows attend to which decode.
 
     A *unit* is the part of a page that belongs to a KV head. Its tokens have the numbers ``unit *
     page_size + offset``.
@@ -219,6 +231,8 @@ class TokenLists:
         kv_heads: KV heads of the layer.
         per_head: Whether every KV head has a list of its own. Otherwise the KV heads of a row share
             a list of pages, and ``run`` is ``page_size``.
+        starts: See :class:`DecodeRows`. The last query of a row sees all tokens of its lists, and
+            the query before one token less.
     """
 
     entries: torch.Tensor
@@ -226,13 +240,15 @@ class TokenLists:
     run: int
     kv_heads: int
     per_head: bool = True
+    starts: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, rows: DecodeRows, run: int, kv_heads: int) -> "TokenLists":
         """Room for lists as long as those of rows."""
         count, width = len(rows) * kv_heads, rows.lists.shape[1]
         entries = torch.empty(count, width, dtype=torch.int32)
-        return cls(entries, torch.empty(count, dtype=torch.int32), run, kv_heads)
+        lengths = torch.empty(count, dtype=torch.int32)
+        return cls(entries, lengths, run, kv_heads, starts=rows.starts)
 
 
 @dataclass

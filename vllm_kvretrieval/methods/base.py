@@ -38,8 +38,9 @@ class DecodePlan:
 
     Attributes:
         method: The method's number in the engine, or ``WHOLE``.
-        rows: The requests, each of which decodes one token.
-        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        rows: The requests, each of which decodes one token, or verifies drafts behind it.
+        index: int64 [queries]; the tokens of the rows in the batch, None where each has one, and
+            they are the first ones in it.
         lists: The tokens of each (row, KV head); its entries are the rows' ``lists``.
         own: Further facts for the method's layers.
         schedule: How vLLM's kernel attends; None: ours does.
@@ -51,6 +52,15 @@ class DecodePlan:
     lists: TokenLists
     own: Any = None
     schedule: Any = None
+
+    def of(self, query: torch.Tensor) -> torch.Tensor:
+        """[queries, heads, head_size]; the rows' queries among those of the batch."""
+        return query[: len(self.rows)] if self.index is None else query[self.index]
+
+    def asking(self, queries: torch.Tensor) -> torch.Tensor:
+        """[R, heads, head_size]; those of the rows' queries by which they select."""
+        starts = self.rows.starts
+        return queries if starts is None else queries[starts[:-1]]
 
 
 class Seats(Protocol):
@@ -97,6 +107,7 @@ class StepRows:
         fresh: bool [R]; whether the previous step was no sparse decode step of the request.
         index: See :class:`DecodePlan`.
         options: :data:`SEAT` [R]; what their requests ask for.
+        drafts: int32 [R]; draft tokens at the ends of the contexts.
     """
 
     seats: np.ndarray
@@ -104,6 +115,17 @@ class StepRows:
     fresh: np.ndarray
     index: torch.Tensor | None
     options: np.ndarray
+    drafts: np.ndarray
+
+    def window(self, unit: int, per_page: int) -> torch.Tensor:
+        """int32 [R]; units of the windows, which have all drafts beside what they have without.
+
+        Args:
+            unit: Tokens of a unit.
+            per_page: Units of a page.
+        """
+        drafted = -(-self.lens // unit) + (self.drafts - self.lens) // unit
+        return torch.from_numpy(self.options["window"] * per_page + drafted)
 
     @property
     def lens(self) -> np.ndarray:

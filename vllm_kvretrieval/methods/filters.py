@@ -82,7 +82,8 @@ class Filtered(Scored):
         self._lengths = torch.empty_like(facts.lengths)
         requests = facts.requests
         weights = OBSERVATIONS[method.observation]
-        self.observation = Observation(weights, requests.per_seat(), requests.per_seat())
+        drafts = requests.room.drafts
+        self.observation = Observation(weights, requests.per_seat(), requests.per_seat(), drafts)
 
     @property
     def sees(self) -> Sees:
@@ -92,7 +93,7 @@ class Filtered(Scored):
     def plan(self, rows: StepRows) -> DecodePlan:
         """Rows whose lists filters write."""
         plan = self.selecting(rows, self._lists, self._lengths)
-        plan.own = Listed(self.observation.weights_of(rows.seats))
+        plan.own = Listed(self.observation.weights_of(rows.seats, rows.lens - rows.drafts))
         return plan
 
     def see(self, step: Step) -> Observed:
@@ -175,7 +176,7 @@ class Filter:
         if self.latest is not None:
             queries = self.latest.of(plan.rows)
         else:
-            queries = query if plan.index is None else query[plan.index]
+            queries = plan.asking(plan.of(query))
         selector = self.selectors.rows
         self._kernels.select_context(queries, plan.own.weights, plan.rows, selector, self._merge)
         plan.own.list(self._kernels, plan, selector)
@@ -232,7 +233,9 @@ def _make_filter(facts: EngineFacts, number: int, method: FilterMethod, layer: L
     latest = None
     if window > 1:
         heads = impl.num_kv_heads * impl.num_queries_per_kv
-        latest = LatestQueries(facts.seats, window, heads, impl.head_size, kv_cache.dtype)
+        latest = LatestQueries(
+            facts.seats, window, heads, impl.head_size, kv_cache.dtype, facts.room.drafts
+        )
     selectors = Selectors(selector, _chunk_selector(facts, selector))
     merge = None if config.filter_heads == "own" else facts.over_workers(ReduceOp.MAX)
     impl.watchers[number] = Filter(facts.kernels, number, selectors, latest, merge)

@@ -26,10 +26,11 @@ class Heads(Scored):
             rows.context,
             torch.empty(len(rows.seats) * heads, pages, dtype=torch.int32),
             sink=torch.from_numpy(rows.options["sink"].copy()),
-            window=torch.from_numpy(rows.options["window"].copy()),
+            window=rows.window(size, 1),
             fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
         )
-        lists = TokenLists(decode_rows.lists, decode_rows.lengths, size, heads)
+        listed, starts = decode_rows.lists, decode_rows.starts
+        lists = TokenLists(listed, decode_rows.lengths, size, heads, starts=starts)
         return DecodePlan(self.number, decode_rows, rows.index, lists)
 
 

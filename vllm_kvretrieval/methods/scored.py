@@ -63,7 +63,7 @@ class Scored:
             lists[:count],
             lengths=lengths[:count],
             sink=torch.from_numpy(options["sink"] * units),
-            window=torch.from_numpy(options["window"] * units),
+            window=rows.window(facts.page_size // units, units),
             select=torch.from_numpy(options["select"] * units),
             numbers={
                 known.column: torch.from_numpy(options[known.column].copy())
@@ -75,7 +75,13 @@ class Scored:
             per_token=self.per_token,
         )
         run = facts.page_size // units
-        listed = TokenLists(decode_rows.lists, decode_rows.lengths, run, facts.kv_heads)
+        listed = TokenLists(
+            decode_rows.lists,
+            decode_rows.lengths,
+            run,
+            facts.kv_heads,
+            starts=decode_rows.starts,
+        )
         return DecodePlan(self.number, decode_rows, rows.index, listed)
 
     @property

@@ -12,9 +12,11 @@ def plan_whole(facts: GroupFacts, context: Contexts, index: torch.Tensor) -> Dec
     Args:
         facts: The layers.
         context: Contexts for which the lists have room.
-        index: int64 [rows]; their places in the batch.
+        index: int64 [queries]; their tokens in the batch.
     """
     count = len(context.seq_lens) * facts.kv_heads
     rows = DecodeRows.whole(context, facts.lists[:count], lengths=facts.lengths[:count])
-    lists = TokenLists(rows.lists, rows.lengths, facts.page_size, facts.kv_heads)
+    lists = TokenLists(
+        rows.lists, rows.lengths, facts.page_size, facts.kv_heads, starts=rows.starts
+    )
     return DecodePlan(WHOLE, rows, index, lists)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options import of_prompts
+from vllm_kvretrieval.options import of_drafts, of_prompts
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import OPTIONS
 from vllm_kvretrieval.retrieval import needs
@@ -42,6 +42,7 @@ def check_combinations(config: "RetrievalConfig", given: Mapping[str, Any]) -> N
             )
     _check_budgets(config)
     of_prompts.check(config)
+    of_drafts.check(config)
     _check_settings(config)
     _check_store(config)
     if config.home_path is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.options import of_prompts
+from vllm_kvretrieval.options import of_drafts, of_prompts
 from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.combinations import check_combinations
 from vllm_kvretrieval.options.files import read_files
@@ -56,6 +56,8 @@ class RetrievalConfig(Options):
         if self.client_options is not None:
             names = check_client_options("client_options", self.client_options)
             object.__setattr__(self, "client_options", names)
+        if self.drafts is None:
+            object.__setattr__(self, "drafts", of_drafts.default(self))
         check_combinations(self, given)
 
     @functools.cached_property

@@ -33,6 +33,21 @@ _OTHERS: Mapping[str, Option] = {
         "`max_budget`",
         "the server's",
     ),
+    "drafts": Option(
+        OPTIONS["drafts"].kind,
+        "the most draft tokens at a step, up to the server's `drafts`",
+        "the server's",
+        more="speculative-decoding.md",
+    ),
+    "lossless": Option(
+        SWITCH,
+        "as the server's option, on a server with `drafts`",
+        "the server's",
+        why=OPTIONS["lossless"].why,
+        verdict=OPTIONS["lossless"].verdict,
+        neutral=False,
+        more="speculative-decoding.md#lossless-mode",
+    ),
     "exact": Option(
         SWITCH,
         "full attention at every step, from the file if the cache is on disk; the server may "

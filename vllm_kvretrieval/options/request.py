@@ -10,7 +10,7 @@ from vllm_kvretrieval.options.of_requests import REQUEST
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.budget import PageBudget
-from vllm_kvretrieval.retrieval.families import Method
+from vllm_kvretrieval.retrieval.families import Method, having
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.values import (
     check_digits,
@@ -37,6 +37,8 @@ class RequestOptions:
         prefill_budget: Pages before a chunk of the prompt that it attends to; None: all.
         prefill_share: The share of the tokens before it that a chunk attends to, where that is
             more; 0 if chunks attend to all of them.
+        drafts: The most draft tokens at a step.
+        lossless: Whether the model drafts over the budget's pages, for steps that are ``exact``.
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
         sources: Note the pages that the answer attends to.
@@ -51,6 +53,8 @@ class RequestOptions:
     sources: bool = False
     prefill_budget: PageBudget | None = None
     prefill_share: float = 0.0
+    drafts: int = 0
+    lossless: bool = False
 
     @classmethod
     def parse(
@@ -98,13 +102,15 @@ class RequestOptions:
             numbers[known.name] = value.get(known.name, known.of(method))
             if known.name in value:
                 known.check(value[known.name], method)
-        exact = value.get("exact", method.whole)
+        drafts = _drafts(value.get("drafts"), config)
+        lossless = _lossless(value, method, drafts, config)
+        exact = value.get("exact", method.whole or lossless)
         if method.whole and not exact:
             raise RetrievalConfigError(
                 f"exact=False cannot be had with {name}, which attends to everything; leave it "
                 "out, or name another method."
             )
-        if exact and not (config.allow_exact or method.whole):
+        if exact and not (config.allow_exact or method.whole or config.lossless):
             raise RetrievalConfigError(
                 "exact=True is not allowed by this server (--kv-retrieval.allow_exact false); ask "
                 f"for a budget of up to {config.budget_limit} instead."
@@ -132,6 +138,8 @@ class RequestOptions:
             sources,
             prefill_budget,
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
+            drafts,
+            lossless,
         )
 
     def certain_budget(self, config: RetrievalConfig) -> int:
@@ -276,6 +284,50 @@ def _prefill_share(
             f"prefill_budget alone; or start the server with --kv-retrieval.prefill_share {share}."
         )
     return share
+
+
+def _drafts(tokens: int | None, config: RetrievalConfig) -> int:
+    """The most draft tokens at a step of a request that names so many; None: it names none."""
+    most = config.drafts
+    if tokens is None:
+        return most
+    if tokens > most:
+        raise RetrievalConfigError(
+            f"drafts={tokens} exceeds the server's {most}. Ask for less, or start the server with "
+            f"--kv-retrieval.drafts {tokens}."
+        )
+    return tokens
+
+
+def _lossless(
+    value: Mapping[str, Any], method: Method, drafts: int, config: RetrievalConfig
+) -> bool:
+    """Whether steps over the whole context verify what the model drafts over the budget's pages.
+
+    Args:
+        value: Checked options that the request names.
+        method, config: See :func:`_prefill_budget`.
+        drafts: The most draft tokens at a step.
+    """
+    drafting = type(method) in having("lossless", of_request=True) and drafts > 0
+    if "lossless" not in value:
+        return config.lossless and drafting and value.get("exact", True)
+    if not value["lossless"]:
+        return False
+    if not config.drafts:
+        raise RetrievalConfigError(
+            "lossless=True needs a server that drafts; ask for exact=True, or start the server "
+            "with --kv-retrieval.drafts 5."
+        )
+    if not drafts:
+        raise RetrievalConfigError(
+            "lossless=True drafts tokens, and drafts=0 allows none; leave one out."
+        )
+    if not value.get("exact", True):
+        raise RetrievalConfigError(
+            "lossless=True and exact=False contradict each other; leave one out."
+        )
+    return True
 
 
 def _given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_kvretrieval.options import choices, of_prompts
+from vllm_kvretrieval.options import choices, of_drafts, of_prompts
 from vllm_kvretrieval.options.option import Option, of_method, option
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -232,6 +232,8 @@ class Options:
         "none",
         on_gpu="name a budget",
     )
+    drafts: int = of_drafts.DRAFTS
+    lossless: bool = of_drafts.LOSSLESS_SWITCH
     allow_exact: bool = option(True, SWITCH, "whether requests may ask for full attention")
     sources: bool = option(
         False,

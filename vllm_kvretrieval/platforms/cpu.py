@@ -27,6 +27,12 @@ class CpuRetrieval(RetrievalPlatform):
         return finer_options(vllm_config, method)
 
     @classmethod
+    def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+        from vllm_kvretrieval.engine.cpu.drafting import add_drafter
+
+        add_drafter(vllm_config, config)
+
+    @classmethod
     def attending_kernels(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> str:
         from vllm_kvretrieval.attention.cpu.refusals import choose_attention
 

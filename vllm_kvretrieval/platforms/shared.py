@@ -66,6 +66,15 @@ class RetrievalPlatform(Platform):
         return "vllm"
 
     @classmethod
+    def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+        """Let vLLM ask our drafter for tokens; on platforms whose table of options has ``drafts``.
+
+        Raises:
+            RetrievalConfigError: The engine cannot have it; says why and what to do.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def check_preset(cls, method: str, options: Any) -> None:
         """Refuse a method that this platform does not serve as it comes.
 
@@ -119,6 +128,8 @@ class RetrievalPlatform(Platform):
         add_options(vllm_config, cls.finer_options(vllm_config, method))
         config = RetrievalConfig.from_vllm(vllm_config)
         assert config is not None, "a method is named"
+        if config.drafts:
+            cls.add_drafter(vllm_config, config)
         keep_rotations(vllm_config.model_config)
         check_rotations(vllm_config)
         importlib.import_module(cls.refusals).check_engine(vllm_config, config)

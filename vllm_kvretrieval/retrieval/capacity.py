@@ -24,6 +24,7 @@ class Capacity:
         kv_heads: KV heads of each retrieval layer, of all workers together.
         longest: Tokens of the longest context.
         part: Which of how many equal parts of each layer's KV heads are this worker's.
+        drafts: The most draft tokens that a step verifies of a request, which its window has.
 
     Attributes:
         allotments: Allotments of methods that give layers or KV heads unequal shares, by name.
@@ -41,7 +42,9 @@ class Capacity:
         kv_heads: Sequence[int],
         longest: int,
         part: tuple[int, int] = (0, 1),
+        drafts: int = 0,
     ) -> None:
+        self.drafts = drafts
         self._methods, self._page_size, self._longest = config.methods, config.page_size, longest
         self.allotments: dict[str, Allotment] = {}
         self.heads = len(own_heads(kv_heads, part))
@@ -63,6 +66,7 @@ class Capacity:
                     np.maximum(self.chosen, most, out=self.chosen)
                 attended = (always + most) * (per_page // self._per_page(method))
                 np.maximum(self.attended, attended, out=self.attended)
+        self.attended += -(-drafts // config.page_size) * per_page
         np.minimum(self.attended, longest if config.token_major else self._pages, out=self.attended)
 
     @property

@@ -146,6 +146,14 @@ MEMORY_FRACTION = Setting(
     },
 )
 SELECTING = "use methods that select pages, such as kvretrieval"
+SPECULATION = Setting(
+    "--speculative-config",
+    {
+        Need.DROPS: Lack(
+            "verifies drafts, of which some are taken back", f"{SELECTING}, or leave it out"
+        )
+    },
+)
 CAPPED_LOGITS = Setting(
     "the soft-capping of logits",
     {
@@ -215,6 +223,7 @@ SETTINGS = (
     CAPPED_LOGITS,
     SINKS,
     UNKNOWN_KEYS,
+    SPECULATION,
     PIPELINE,
     UNKNOWN_STAGES,
     PARTIAL_MODELS,

@@ -121,6 +121,7 @@ class StepContexts:
         requests: Ids, in batch order.
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
+        certain: int [R]; the same without drafts, which the step may reject.
         block_table: int32 [R, >= pages]; page ids in context order.
         whole: int [n]; batch indices of the requests whose whole contexts retrieval layers read
             where they are; None: of all requests.
@@ -131,6 +132,7 @@ class StepContexts:
     requests: Sequence[str]
     before: np.ndarray
     lens: np.ndarray
+    certain: np.ndarray
     block_table: np.ndarray
     whole: np.ndarray | None
     laid_out: Sequence[torch.Tensor]

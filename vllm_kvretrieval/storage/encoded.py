@@ -65,7 +65,7 @@ class _Written:
 
     first: int  # position in the context of the first page
     pages: list[int] = field(default_factory=list)
-    tokens: int = 0  # in the context
+    tokens: int = 0  # in the context, without drafts
 
 
 class OpenPages:
@@ -84,7 +84,12 @@ class OpenPages:
         self._of: dict[str, _Written] = {}
 
     def advance(
-        self, requests: Iterable[str], before: np.ndarray, after: np.ndarray, pages: np.ndarray
+        self,
+        requests: Iterable[str],
+        before: np.ndarray,
+        after: np.ndarray,
+        certain: np.ndarray,
+        pages: np.ndarray,
     ) -> list[int]:
         """Follow a step.
 
@@ -92,6 +97,8 @@ class OpenPages:
             requests: The requests in the batch, by id.
             before: int [R]; tokens of each context before the step.
             after: int [R]; tokens of each context after the step.
+            certain: int [R]; the same without drafts. A page with drafts stays open, since other
+                tokens may take their places.
             pages: int [R, >= pages of a context]; ids in context order.
 
         Returns:
@@ -99,14 +106,15 @@ class OpenPages:
         """
         closing = []
         size = self._page_size
-        rows = zip(requests, before.tolist(), after.tolist(), pages, strict=False)
-        for request, start, end, table in rows:
+        tokens = before.tolist(), after.tolist(), certain.tolist()
+        rows = zip(requests, *tokens, pages, strict=False)
+        for request, start, end, stay, table in rows:
             if (own := self._of.get(request)) is None:
                 own = self._of[request] = _Written(start // size)
             have = own.first + len(own.pages)
             own.pages += table[have : -(-end // size)].tolist()
-            own.tokens = end
-            leaving = max(0, end // size - self._keeps - own.first)
+            own.tokens = stay
+            leaving = max(0, stay // size - self._keeps - own.first)
             closing += own.pages[:leaving]
             del own.pages[:leaving]
             own.first += leaving
@@ -194,7 +202,9 @@ class Encoded(FilePages):
         Every metadata builder asks once in a step, and all of them are told the same full pages.
         """
         if self._leaving is None:
-            full = self._open.advance(step.requests, step.before, step.lens, step.block_table)
+            full = self._open.advance(
+                step.requests, step.before, step.lens, step.certain, step.block_table
+            )
             self._leaving = torch.tensor(full, dtype=torch.int64)
         runs = None
         if step.laid_out:

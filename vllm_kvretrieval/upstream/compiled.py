@@ -22,11 +22,14 @@ from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallab
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from vllm_kvretrieval import __version__
+from vllm_kvretrieval.quantization import layers, packing, product
 from vllm_kvretrieval.upstream import linear, mending, rotary
 
 CPUINFO = Path("/proc/cpuinfo")
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 """Environment variables by which torch and oneDNN leave instructions of the CPU out."""
+CODE = (linear, mending, rotary, layers, packing, product)
+"""Modules of ours whose functions are a part of the compiled code."""
 FIELD = "compiled_for"
 """The entry of vLLM's ``additional_config``."""
 
@@ -66,7 +69,7 @@ def _compiled_for(vllm_config: Any, network: nn.Module) -> str:
         str(pick_vec_isa()),
         *(os.environ.get(name, "") for name in VARIABLES),
         str(vllm_config.model_config.supports_multimodal_inputs),
-        *(inspect.getsource(module) for module in (linear, mending, rotary)),
+        *(inspect.getsource(module) for module in CODE),
         *_products(network),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -80,3 +83,5 @@ def _products(network: nn.Module) -> Iterator[str]:
             line = None if code is None else code.co_firstlineno
             defaults, shape = getattr(product, "__defaults__", None), tuple(layer.weight.shape)
             yield f"{name} {product.__qualname__} {line} {defaults} {shape}"
+        if (numbers := getattr(layer, "packed_numbers", None)) is not None:
+            yield f"{name} quantised {numbers} {layer.packed_groups is not None}"

@@ -72,6 +72,7 @@ def open_engine(
     dtype: str = DTYPE,
     method: str = OWN,
     also: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
     **options: Any,
 ) -> Iterator[LLM]:
     """Start a vLLM engine and shut it down at the end.
@@ -86,6 +87,7 @@ def open_engine(
         dtype: element type of weights and KV cache.
         method: what a retrieval engine decodes with where a request names no other.
         also: further methods that requests may name, with their options.
+        quantization: of the weights; None: the checkpoint's.
         options: further ``kv_retrieval`` options.
     """
     retrieval: dict[str, Any] = {}
@@ -100,6 +102,7 @@ def open_engine(
     llm = LLM(
         model=str(model),
         dtype=dtype,
+        quantization=quantization,
         max_model_len=context,
         max_num_seqs=batch,
         max_logprobs=TOP_LOGPROBS,

@@ -40,6 +40,9 @@ class Variant:
     """Options of the engine that differ from the defaults, or its own ``method``. Such a variant
     needs an engine and a prefill of its own."""
 
+    quantization: str = ""
+    """The weights of the engine, as vLLM's option names them; empty: the checkpoint's."""
+
     index: str = ""
     """The index by which it selects; empty: not in the comparison of indexes."""
 
@@ -50,6 +53,11 @@ class Variant:
     def engine_config(self) -> RetrievalConfig:
         """Options of the engine that serves it, as far as all methods of the engine share them."""
         return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What the engine differs in from others."""
+        return self.engine | ({"quantization": self.quantization} if self.quantization else {})
 
     @property
     def also(self) -> dict[str, Any]:

@@ -63,6 +63,16 @@ def _encoded(method: str, bits: str, codec: str, raw: str = "") -> Variant:
     return _alone("codecs", f"{method}_{bits}", meaning, **engine)
 
 
+def _weights(method: str, bits: int) -> Variant:
+    """A method over weights that are rounded as they are loaded."""
+    meaning = f"{method}, weights of {bits} bits (--quantization kvr_int{bits})"
+    engine = {} if method == OWN else {"method": method}
+    weights = f"kvr_int{bits}"
+    return Variant(
+        f"{method}_int{bits}", meaning, method, ("weights",), engine=engine, quantization=weights
+    )
+
+
 def _tiers(name: str, meaning: str, **engine: Any) -> Variant:
     """TTKV, or a change of it, with sink and window alike, so that all select as many tokens.
 
@@ -299,6 +309,7 @@ VARIANTS = (
     *(_codec(name) for name in CODECS if name != RAW),
     *(_encoded("kivi", b, b, " but for the recent 128 tokens") for b in ("k2v2", "k4v4")),
     *(_encoded("kvquant", b, f"{b}_sparse") for b in ("k2v2", "k4v4")),
+    *(_weights(method, bits) for method in ("full", OWN) for bits in (8, 4)),
     _tiers("tiers_freekv", "freekv, pages of 32 in memory", method=FREEKV, page_size=PAGE),
     _tiers("tiers_ttkv", "TTKV: blocks of 128, 8-bit keys and 4-bit values"),
     _tiers("tiers_raw", "the same, as the model made them", home="device", codec=RAW),

@@ -10,7 +10,13 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_kvretrieval.attention.cpu.plans import Observed, Prefill, RetrievalMetadata, Whole
+from vllm_kvretrieval.attention.cpu.plans import (
+    Observed,
+    Pages,
+    Prefill,
+    RetrievalMetadata,
+    Whole,
+)
 from vllm_kvretrieval.attention.cpu.schedules import Schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.refusals import check_impl
@@ -85,6 +91,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         check_impl(self)
         self.choosers: list[Chooser] = []
         self.indexes: list[IndexRecords] = []
+        self._growing: list[IndexRecords] = []  # those whose records change with each key
         self.methods: list[LayerMethod] = []
         self.watchers: dict[int, LayerWatcher] = {}
         self.staging: PrefillStaging | None = None
@@ -127,6 +134,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 self.watchers[number] = method
         recorded = (c.store for c in choosers if c.store.records.numel())
         self.indexes = list({id(store): store for store in recorded}.values())
+        self._growing = [s for s in self.indexes if s.index is not None and s.index.grows]
 
     def do_kv_cache_update(
         self,
@@ -165,11 +173,12 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             return by_vllm()
         split, full = attn_metadata.split, attn_metadata.full
         step = layer, query, key, value, kv_cache
+        drafted = attn_metadata.drafted
         with self.storage.contexts(attn_metadata.reads):
-            if pages := attn_metadata.loaded:
-                # Where keys are in an unknown layout, bounds of a copied page stay too wide.
-                for store in (store for store in self.indexes if store.cache is not None):
-                    self.kernels.index_pages(pages.ids, pages.lengths, store)
+            if attn_metadata.loaded is not None:
+                self._index(attn_metadata.loaded, self.indexes)
+            if drafted is not None:
+                self._index(drafted.selecting, self._growing)
             if self.choosers and split is not None:
                 for plan in split.decode:
                     self._attend_to_plan(query, output, plan, self.methods[plan.method])
@@ -179,16 +188,24 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                     self._attend_to_part(*step, part, output)
             elif full is not None:
                 if full.rows is not None:
-                    self._attend_to_rows(layer, query, kv_cache, full.rows, output)
-                if full.prompts is not None:
-                    self._attend_to_prompts(layer, query, kv_cache, full.prompts, output)
+                    self._attend_to_all(*step, full.rows, output)
+                for part in full.prompts:
+                    self._attend_to_prompts(layer, query, kv_cache, part, output)
             else:
                 by_vllm()
             for number, watcher in self.watchers.items():
                 watcher.watch(query, kv_cache, attn_metadata.seen.get(number), split)
             if self.sources is not None and attn_metadata.observed is not None:
                 self._observe(layer, query, kv_cache, attn_metadata.observed, self.sources)
+            if drafted is not None and drafted.written is not None:
+                self._index(drafted.written, self._growing)
         return output
+
+    def _index(self, pages: Pages, stores: Sequence[IndexRecords]) -> None:
+        """Build the records of pages from their keys."""
+        for store in stores:
+            if store.cache is not None:  # else bounds of a copied page stay too wide
+                self.kernels.index_pages(pages.ids, pages.lengths, store)
 
     @property
     def _sinks(self) -> torch.Tensor | None:
@@ -209,7 +226,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         whole: Whole,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token, over whole contexts."""
+        """Rows that decode, over whole contexts."""
         index, by = whole.index, whole.by
         if isinstance(by, TokenLists):
             rows = slice(len(by.lengths) // by.kv_heads) if index is None else index
@@ -291,7 +308,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         lists: TokenLists,
         output: torch.Tensor,
     ) -> None:
-        """Rows of one token by our own kernel, over whole contexts in the KV cache."""
+        """Rows that decode by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
         self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
 
@@ -317,11 +334,12 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod
     ) -> None:
         """Decode rows: every (row, KV head) has a list of its own."""
-        count, index = len(plan.rows), plan.index
-        query = query[:count] if index is None else query[index]
-        attended = output[:count] if index is None else torch.empty_like(query)
+        query, index, starts = plan.of(query), plan.index, plan.rows.starts
+        attended = output[: len(query)] if index is None else torch.empty_like(query)
         began = perf_counter_ns()
-        remainder = method.choose(self.kernels, query, plan)
+        remainder = method.choose(self.kernels, plan.asking(query), plan)
+        if remainder is not None and starts is not None:
+            remainder = remainder.shared(starts)
         planned = perf_counter_ns()
         parts = (method.source or self.storage).reach(plan.rows, plan.lists)
         self.durations.note(began, planned)
@@ -352,7 +370,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel, over parts of one softmax.
+        """Rows that decode by our own kernel, over parts of one softmax.
 
         A part takes what was attended to before as its remainder, in float32, the first one that of
         the method.
@@ -377,7 +395,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         weights: torch.Tensor | None = None,
         remainder: Remainder | None = None,
     ) -> None:
-        """Rows of one token by our own kernel; see :meth:`Ops.attend`."""
+        """Rows that decode by our own kernel; see :meth:`Ops.attend`."""
         if part.wait is not None:
             part.wait()
         self.kernels.attend(

@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvretrieval.attention.cpu.drafts import DraftedRecords
 from vllm_kvretrieval.attention.cpu.plans import (
     Full,
     Observed,
@@ -20,7 +21,7 @@ from vllm_kvretrieval.attention.cpu.plans import (
 )
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner
+from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner, runs
 from vllm_kvretrieval.kernels import TokenLists
 from vllm_kvretrieval.methods import GroupFacts
 from vllm_kvretrieval.storage.base import StepContexts, Storage
@@ -42,6 +43,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.requests: RequestTable | None = None
         self.storage: Storage = Memory()
         self.own = False
+        self.drafts: DraftedRecords | None = None
 
     def attach(
         self,
@@ -74,6 +76,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         lists = torch.empty(most, requests.room.listed, dtype=torch.int32)
         lengths = torch.empty(most, dtype=torch.int32)
         facts = GroupFacts(requests, page_size, heads, lists, lengths)
+        indexes = [method.index for method in requests.config.methods.values()]
+        if requests.room.drafts and any(index is not None and index.grows for index in indexes):
+            self.drafts = DraftedRecords(requests, page_size)
         self.schedules = Schedules(self, most)
         self.planner = StepPlanner(
             requests, facts, self.schedules, staging, storage.in_place, attends, own
@@ -105,17 +110,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if not dense.causal or dense.dynamic_causal is not None:
             self.storage.refuse_two_directions(requests.config)
             return metadata
-        if self.own:
-            metadata.full = self._full(dense)
         requests.set_batch(common_attn_metadata)
         lens, before = _lengths(dense)
+        if self.own:
+            metadata.full = self._full(dense, before)
         metadata.seen = self.planner.see(dense, before)
         if not requests.foreseen.now:
-            metadata.split = self._split(common_attn_metadata, dense)
+            metadata.split = self._split(common_attn_metadata, dense, before)
         elif self.storage.token_major and not self.own:
-            everything = self._all_pages(dense.seq_lens, dense.block_table)
-            none = np.arange(0)
-            metadata.split = Split(none, [], Whole(None, everything), [])
+            everything = self._whole(dense, np.arange(len(lens)))
+            metadata.split = Split(np.arange(0), [], everything, [])
         assert metadata.split is not None or self.storage.in_place, "nobody reads it"
         if requests.sources is not None and self.storage.in_place:
             metadata.observed = self._observed(requests, dense, metadata.split)
@@ -124,17 +128,17 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if requests.arrived and self.storage.at_hand:
             table, size = dense.block_table, self.block_size
             metadata.loaded = loaded_pages(requests, lens, before, table, size)
+        if self.drafts is not None and not requests.foreseen.now:
+            metadata.drafted = self.drafts.plan(lens, before, dense.block_table)
         return metadata
 
-    def _full(self, dense: CPUAttentionMetadata) -> Full:
+    def _full(self, dense: CPUAttentionMetadata, before: np.ndarray) -> Full:
         """How the whole batch attends to whole contexts."""
         count = _leading(dense.query_start_loc)
-        rows = prompts = None
-        if count:
-            rows = self._all_pages(dense.seq_lens[:count], dense.block_table[:count])
-        if count < len(dense.seq_lens):
-            prompts = self.planner.in_cache(dense, slice(count, len(dense.seq_lens)))
-        return Full(rows, prompts)
+        rows = np.concatenate([np.arange(count), self.planner.verifying(before, count)])
+        prompts = np.setdiff1d(np.arange(count, len(dense.seq_lens)), rows)
+        parts = [self.planner.in_cache(dense, run) for run in runs(prompts)]
+        return Full(self._whole(dense, rows) if len(rows) else None, parts)
 
     def _observed(
         self, requests: "RequestTable", dense: CPUAttentionMetadata, split: Split | None
@@ -153,8 +157,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             return None
         index = torch.from_numpy(rows)
         table, lens = dense.block_table[index], dense.seq_lens[index]
-        lists = self._all_pages(lens, table)
-        return Observed(index, torch.from_numpy(seats[rows]), table, lens, lists)
+        return Observed(index, torch.from_numpy(seats[rows]), table, lens, self._pages(table, lens))
 
     def _contexts(
         self,
@@ -171,49 +174,57 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             if split.decode:
                 whole = split.prompts
                 if split.whole is not None:
-                    assert split.whole.index is not None, "others are in plans"
-                    whole = np.concatenate([split.whole.index.numpy(), whole])
+                    whole = np.concatenate([split.whole.places, whole])
         return StepContexts(
             requests=requests.batch[: len(lens)],
             before=before,
             lens=lens,
+            certain=requests.certain(requests.seats[: len(lens)], before, lens),
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,
             most_pages=self.planner.budget_pages,
         )
 
-    def _split(self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata) -> Split | None:
+    def _split(
+        self, common: CommonAttentionMetadata, dense: CPUAttentionMetadata, before: np.ndarray
+    ) -> Split | None:
         rows = _leading(common.query_start_loc_cpu)
-        prompts = self.planner.reading(dense, rows)
+        prompts, verifying = self.planner.reading(dense, rows), self.planner.verifying(before, rows)
+        places = np.concatenate([np.arange(rows), verifying])
+        decode, others = self.planner.rows(common, dense, places, prompts[prompts < rows])
+        if not self._attends_to_all:  # drafts of whole contexts are read as prompts are
+            verifying, others = np.setdiff1d(verifying, others), others[others < rows]
+        prompts = np.setdiff1d(prompts, verifying)
         prefill = self.planner.prompts(dense, prompts)
-        decode, others = self.planner.rows(common, dense, rows, prompts[prompts < rows])
         if not self.storage.in_place:
             alone = [self.planner.row(dense, row) for row in others.tolist()]
             return Split(prompts, decode, None, alone + prefill)
         in_place = all(part.in_place for part in prefill)
         if not decode and in_place and (self.own or not self.storage.token_major):
             return None
-        whole = None
-        if len(others) == rows and rows:
-            whole = Whole(None, self._whole(dense, slice(0, rows)))
-        elif len(others):
-            index = torch.from_numpy(others)
-            whole = Whole(index, self._whole(dense, index))
+        whole = self._whole(dense, others) if len(others) else None
         return Split(prompts, decode, whole, prefill)
 
-    def _whole(
-        self, dense: CPUAttentionMetadata, rows: "slice | torch.Tensor"
-    ) -> CPUAttentionMetadata | TokenLists:
-        """How rows of one token attend to their whole contexts."""
-        lens, table = dense.seq_lens[rows], dense.block_table[rows]
-        if self.storage.token_major or self.own:
-            return self._all_pages(lens, table)
-        return self.schedules.of_rows(dense, lens, table)
+    @property
+    def _attends_to_all(self) -> bool:
+        """Whether our own kernel attends to whole contexts of rows that decode."""
+        return self.storage.in_place and (self.own or self.storage.token_major)
 
-    def _all_pages(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TokenLists:
-        lengths = seq_lens.repeat_interleave(self.num_kv_heads)
-        return TokenLists(block_table, lengths, self.block_size, self.num_kv_heads, per_head=False)
+    def _whole(self, dense: CPUAttentionMetadata, places: np.ndarray) -> Whole:
+        """How the requests with these places attend to their whole contexts."""
+        (table, lens, _, starts), index = self.planner.contexts_of(dense, places)
+        if not self._attends_to_all:
+            return Whole(places, index, self.schedules.of_rows(dense, lens, table))
+        return Whole(places, index, self._pages(table, lens, starts))
+
+    def _pages(
+        self, table: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> TokenLists:
+        """All pages of contexts."""
+        size, heads = self.block_size, self.num_kv_heads
+        lengths = lens.repeat_interleave(heads)
+        return TokenLists(table, lengths, size, heads, per_head=False, starts=starts)
 
 
 def _leading(query_start_loc: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """How the layers of a group attend in one step; built by `metadata`."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,20 +10,26 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm_kvretrieval.kernels import PromptLists, TokenLists
 from vllm_kvretrieval.methods import Chunks, DecodePlan
 
+if TYPE_CHECKING:
+    from vllm_kvretrieval.attention.cpu.drafts import DraftedPages
+
 
 @dataclass
 class Whole:
-    """Rows of one token that attend to whole contexts, as vLLM has it.
+    """Rows that attend to whole contexts, as vLLM has it.
 
     Requests that ask for exact attention, contexts within the budget, and exact prompts of which a
-    step computes a single token.
+    step computes a single token. Where our own kernel attends, they may have drafts.
 
     Attributes:
-        index: int64 [rows]; their places in the batch, None where they are the first ones in it.
+        places: int64 [rows]; the requests' places in the batch.
+        index: int64 [queries]; their tokens in the batch, None where each has one, and they are the
+            first ones in it.
         by: Where vLLM's kernel attends, its metadata for them alone; where ours does, all pages of
             their contexts.
     """
 
+    places: np.ndarray
     index: torch.Tensor | None
     by: CPUAttentionMetadata | TokenLists
 
@@ -79,13 +85,13 @@ class Full:
     """How a batch attends to whole contexts by our own kernels.
 
     Attributes:
-        rows: All pages of the requests with a single token, which lead the batch; None: there are
-            none.
-        prompts: The requests after them; None: there are none.
+        rows: The requests that decode, or of which the step computes a single token; None: there
+            are none.
+        prompts: The others.
     """
 
-    rows: TokenLists | None
-    prompts: Prefill | None
+    rows: Whole | None
+    prompts: list[Prefill]
 
 
 @dataclass
@@ -148,6 +154,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
         reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
+        drafted: Pages whose records are to be built, of indexes whose records grow.
         seen: What methods note of the step, by their numbers.
         observed: Rows whose attention to whole contexts is noted; None: there are none.
     """
@@ -156,5 +163,6 @@ class RetrievalMetadata(CPUAttentionMetadata):
     split: Split | None = None
     reads: Any = None
     loaded: Pages | None = None
+    drafted: "DraftedPages | None" = None
     seen: dict[int, Any] = field(default_factory=dict)
     observed: Observed | None = None

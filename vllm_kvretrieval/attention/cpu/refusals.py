@@ -7,11 +7,13 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.cpu.nixl import check_exchange
+from vllm_kvretrieval.attention.cpu.speculation import check_speculation
 from vllm_kvretrieval.attention.refusals import WITHOUT
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.quantization.refusals import check_weights
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.layers import has_windows
 
@@ -96,6 +98,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_store(vllm_config, config)
     fit_blocks(vllm_config, config)
     refusals.check_engine(vllm_config, config)
+    check_weights(vllm_config)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
@@ -111,10 +114,12 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} on the CPU follows one step after the other; set --no-async-scheduling."
         )
     check_entries(vllm_config, config)
-    check_steps(vllm_config.scheduler_config, config)
+    check_steps(vllm_config.scheduler_config, config, vllm_config.num_speculative_tokens)
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.index_kinds, head_size, model.dtype)
+    layout = _get_attn_isa(model.dtype, config.page_size, head_size)
+    check_speculation(vllm_config, config, layout)
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -155,15 +160,20 @@ def check_entries(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             )
 
 
-def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig) -> None:
+def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig, drafts: int) -> None:
     """Refuse steps with less room than a chunk of a prompt and the requests that decode need.
 
     Chunks are not cut, so a prompt that gets less than one in every step would wait forever.
+
+    Args:
+        scheduler: vLLM's options of steps.
+        config: Options of the engine.
+        drafts: The most draft tokens of a request in a step.
     """
     if config.prefill_budget is None:
         return
     assert config.prefill_chunk is not None
-    needed = config.prefill_chunk + scheduler.max_num_seqs
+    needed = config.prefill_chunk + scheduler.max_num_seqs * (1 + drafts)
     chunks = (
         f"kv_retrieval.prefill_budget={config.prefill_budget} computes prompts in chunks of "
         f"{config.prefill_chunk} tokens"

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """How the rows of one token of a step attend.
+    """How the rows of a step attend.
 
     Attributes:
         sparse: bool [R]; whether the row attends to a part of its context, which exceeds its
             budget.
-        sparsely: These rows by method: the method's number in the engine, and int64 [n], the rows'
-            places, rising; None where they are all rows.
+        sparsely: These rows by method: the method's number in the engine, and int64 [n], the rows,
+            rising.
         whole: int64 [n]; the other rows, which attend to everything, as vLLM has it.
     """
 
     sparse: np.ndarray
-    sparsely: list[tuple[int, np.ndarray | None]]
+    sparsely: list[tuple[int, np.ndarray]]
     whole: np.ndarray
 
 
@@ -59,8 +59,7 @@ def split_rows(options: np.ndarray, pages: np.ndarray, decodes: np.ndarray) -> R
     sparse = (pages > options["total"]) & decodes & ~options["exact"]
     sparsely = []
     for method in np.unique(options["method"][sparse]).tolist():
-        rows = np.flatnonzero(sparse & (options["method"] == method))
-        sparsely.append((method, None if len(rows) == len(pages) else rows))
+        sparsely.append((method, np.flatnonzero(sparse & (options["method"] == method))))
     return Rows(sparse, sparsely, np.flatnonzero(~sparse))
 
 
@@ -100,8 +99,8 @@ class StepPlanner:
         self._lays_out = None if own and in_place else staging
         self.methods, self._chunks = group_methods(facts), chunk_planner(facts)
         self.budget_pages = requests.config.budget_limit // facts.page_size
-        # Length of the context at a seat's last sparse decode step.
-        self._last_len = requests.per_seat()
+        # Length of the context at a seat's last sparse decode step, without drafts and with them.
+        self._last_len, self._last_end = requests.per_seat(), requests.per_seat()
 
     def see(self, dense: CPUAttentionMetadata, before: np.ndarray) -> dict[int, Any]:
         """See :attr:`RetrievalMetadata.seen`.
@@ -118,76 +117,108 @@ class StepPlanner:
         step = Step(seats, lens, before, dense.query_start_loc.numpy(), dense.block_table)
         return {number: self.methods[number].see(step) for number in watching}
 
+    def verifying(self, before: np.ndarray, rows: int) -> np.ndarray:
+        """The places of the requests with drafts that a step verifies, int64 [n], rising.
+
+        Args:
+            before: int [R]; tokens of each context before the step.
+            rows: How many requests of a single token lead the batch.
+        """
+        if not self._requests.room.drafts:
+            return np.arange(0)
+        return rows + np.flatnonzero(before[rows:] >= self._requests.ends[self._seats[rows:]])
+
+    @property
+    def _seats(self) -> np.ndarray:
+        return self._requests.seats
+
     def rows(
         self,
         common: CommonAttentionMetadata,
         dense: CPUAttentionMetadata,
-        count: int,
+        places: np.ndarray,
         apart: np.ndarray,
     ) -> tuple[list[DecodePlan], np.ndarray]:
-        """How the first ``count`` requests, of one token each, attend.
+        """How requests attend that decode, or of which a step computes a single token.
 
         Args:
             common: vLLM's description of the step.
             dense: vLLM's metadata of the batch.
-            count: How many they are.
+            places: int64 [n]; the places of these requests, rising.
             apart: int64 [n]; places of those that are planned elsewhere.
 
         Returns:
             Plans for those that attend to parts of their contexts; and the places of the rest.
         """
-        lens = dense.seq_lens.numpy()[:count]
-        seats = self._requests.seats[:count]
+        drafts = np.diff(dense.query_start_loc.numpy())[places] - 1
+        lens = dense.seq_lens.numpy()[places] - drafts
+        seats = self._seats[places]
         decodes = self._requests.decodes(seats, lens)
         batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
         found = split_rows(batch, pages, decodes)
-        self._requests.count_steps(seats, lens, pages, found.sparse, decodes)
+        reads = np.isin(places, apart)
+        self._requests.count_steps(seats, lens, pages, found.sparse, decodes, reads)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
-        if not found.sparsely and count == common.num_reqs and decodes.all() and not looks:
+        single = len(places) == common.num_reqs and not drafts.any()
+        if not found.sparsely and single and decodes.all() and not looks:
             room = batch["total"] * self._page_size - lens
             never = np.iinfo(np.int32).max
             steps = int(np.where(batch["exact"], never, room).min())
             self._requests.foreseen.foresee(self._requests.batch, steps)
-        plans = [self._sparsely(dense, method, seats, rows) for method, rows in found.sparsely]
-        whole = np.setdiff1d(found.whole, apart, assume_unique=True) if len(apart) else found.whole
+        plans = [self._sparsely(dense, method, places[rows]) for method, rows in found.sparsely]
+        whole = np.setdiff1d(places[found.whole], apart, assume_unique=True)
         if not self._in_place:
-            fits = pages[whole] <= self.budget_pages
+            table, size = dense.seq_lens.numpy(), self._page_size
+            fits = -(-table[whole] // size) <= self.budget_pages
             if fits.any():
-                index = torch.from_numpy(whole[fits])
-                contexts = _contexts_of(dense, index, seats[whole[fits]])
+                contexts, index = self.contexts_of(dense, whole[fits])
                 plans.append(plan_whole(self.facts, contexts, index))
             whole = whole[~fits]
         return plans, whole
 
-    def _sparsely(
-        self,
-        dense: CPUAttentionMetadata,
-        number: int,
-        seats: np.ndarray,
-        places: np.ndarray | None,
-    ) -> DecodePlan:
+    def _sparsely(self, dense: CPUAttentionMetadata, number: int, places: np.ndarray) -> DecodePlan:
         """How rows of a method decode that attend to parts of their contexts.
 
         Args:
             dense: vLLM's metadata of the batch.
             number: The number of the method.
-            seats: Seats of all requests of one token.
-            places: Which of them are rows of the method; None: all.
+            places: The places of the rows' requests.
         """
-        index = None if places is None else torch.from_numpy(places)
-        seats = seats if places is None else seats[places]
-        contexts, method = _contexts_of(dense, index, seats), self.methods[number]
-        lens = contexts.seq_lens.numpy()
-        fresh = self._last_len[seats] != lens - 1
-        self._last_len[seats] = lens
+        contexts, index = self.contexts_of(dense, places)
+        seats, method = self._seats[places], self.methods[number]
+        ends = contexts.seq_lens.numpy()
+        drafts = np.diff(dense.query_start_loc.numpy())[places] - 1
+        lens = ends - drafts
+        # Some of the last step's drafts may have been accepted.
+        fresh = (lens <= self._last_len[seats]) | (lens > self._last_end[seats] + 1)
+        self._last_len[seats], self._last_end[seats] = lens, ends
         options = self._requests.records[seats]
-        plan = method.plan(StepRows(seats, contexts, fresh, index, options))
-        if not self.attends and method.even and even(options):
+        plan = method.plan(StepRows(seats, contexts, fresh, index, options, drafts))
+        if contexts.starts is None and not self.attends and method.even and even(options):
             # Pages, of which the last is the tail page, partly filled.
             attended = options["total"] * self._page_size - (-lens % self._page_size)
             plan.schedule = self._schedules.of_lists(attended)
         return plan
+
+    def contexts_of(
+        self, dense: CPUAttentionMetadata, places: np.ndarray
+    ) -> tuple[Contexts, torch.Tensor | None]:
+        """The contexts of the requests with these places, and their tokens in the batch.
+
+        See :attr:`DecodePlan.index`.
+        """
+        seats, first = torch.from_numpy(self._seats[places]), dense.query_start_loc.numpy()
+        count = len(places)
+        if first[count] == count and places[-1] == count - 1:
+            return Contexts(dense.block_table[:count], dense.seq_lens[:count], seats), None
+        new = np.diff(first)[places]
+        ends = new.cumsum(dtype=np.int32)
+        index = torch.from_numpy(np.arange(ends[-1]) + (first[places] - ends + new).repeat(new))
+        starts = None if ends[-1] == count else torch.from_numpy(np.concatenate([[0], ends]))
+        rows = torch.from_numpy(places)
+        starts = None if starts is None else starts.int()
+        return Contexts(dense.block_table[rows], dense.seq_lens[rows], seats, starts), index
 
     def reading(self, dense: CPUAttentionMetadata, rows: int) -> np.ndarray:
         """The places of the requests to plan, int64 [n], rising.
@@ -212,12 +243,13 @@ class StepPlanner:
         if not len(places):
             return []
         if self._chunks is None:
-            return self._exactly(dense, slice(int(places[0]), len(dense.seq_lens)))
-        seats = self._requests.seats[places]
-        budgets = self._requests.prefill_budgets(seats)
-        sparse = budgets.any(0)
+            return [part for run in runs(places) for part in self._exactly(dense, run)]
+        seats = self._seats[places]
         lens = dense.seq_lens.numpy()[places]
         new = np.diff(dense.query_start_loc.numpy())[places]
+        reads = lens - new < self._requests.ends[seats]
+        budgets = self._requests.prefill_budgets(seats) * reads
+        sparse = budgets.any(0)
         pairs = new * (2 * lens.astype(np.int64) - new + 1) // 2
         sums = budgets.sum(0) * self._page_size
         shares = self._requests.prefill_shares(seats)
@@ -225,7 +257,7 @@ class StepPlanner:
         ends = self._requests.ends[seats]
         skipped = self._chunks.skipped(division, budgets[:2], ends)
         read = pairs - np.where(sparse, skipped, 0).astype(np.int64)
-        self._requests.count_prefill(seats, lens, pairs, read)
+        self._requests.count_prefill(seats[reads], lens[reads], pairs[reads], read[reads])
         sparse &= lens > self._chunks.exact
         methods = np.where(sparse, self._requests.records["method"][seats], -1)
         parts, selecting = list[Prefill](), 0
@@ -334,9 +366,11 @@ class StepPlanner:
         return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
 
 
-def _contexts_of(
-    dense: CPUAttentionMetadata, index: torch.Tensor | None, seats: np.ndarray
-) -> Contexts:
-    """The contexts of some rows; of the first ones where ``index`` is None."""
-    rows = slice(len(seats)) if index is None else index
-    return Contexts(dense.block_table[rows], dense.seq_lens[rows], torch.from_numpy(seats))
+def runs(places: np.ndarray) -> list[slice]:
+    """Requests side by side in the batch.
+
+    Args:
+        places: int64 [n]; the places of some, rising.
+    """
+    borders = np.flatnonzero(np.diff(places, prepend=-2, append=-2) != 1)
+    return [slice(int(places[i]), int(places[j - 1]) + 1) for i, j in pairwise(borders)]

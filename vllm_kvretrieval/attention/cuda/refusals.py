@@ -42,6 +42,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_options(config)
     refusals.check_engine(vllm_config, config)
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
+    if vllm_config.speculative_config is not None:
+        raise RetrievalConfigError(
+            f"{method} does not verify drafts on a GPU yet; leave --speculative-config out, or "
+            "serve on a CPU."
+        )
     if not vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
             f"{method} on a GPU needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER, and "

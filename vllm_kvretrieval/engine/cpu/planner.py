@@ -225,7 +225,8 @@ class Planner:
     def room(self) -> Capacity:
         """How many units requests get of the KV heads of this worker."""
         heads, part = self._all_heads
-        return Capacity(self.retrieval_config, heads, self.model_config.max_model_len, part)
+        longest, drafts = self.model_config.max_model_len, self.vllm_config.num_speculative_tokens
+        return Capacity(self.retrieval_config, heads, longest, part, drafts)
 
     @functools.cached_property
     def fixed_counts(self) -> dict[str, torch.Tensor]:

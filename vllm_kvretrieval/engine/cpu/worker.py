@@ -21,9 +21,11 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
+from vllm_kvretrieval.engine.cpu.drafting import connect_drafter
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.start_log import log_start
+from vllm_kvretrieval.engine.drafter import Drafter
 from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.reports import attach, has_requests
@@ -36,6 +38,7 @@ from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.methods import EngineFacts, Layer, LayerFacts, connect_layers, layer_methods
 from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.quantization.kernels import offer_kernels
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import move_kv_cache, shared_memory
@@ -80,10 +83,12 @@ class RetrievalCPUWorker(CPUWorker):
     Attributes:
         planner: The worker's layers and heads, and the division of its memory.
         stored: The worker's half of the store; None without one.
+        drafter: Our drafter; None without one.
     """
 
     stored: WorkerStore | None = None
     _hashes: Sequence[str] = ()
+    drafter: Drafter | None = None
     _computed: StoreStep | None = None  # a step whose tokens have yet to be sampled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +108,7 @@ class RetrievalCPUWorker(CPUWorker):
 
         With a store, the weights are hashed meanwhile.
         """
+        offer_kernels(first=self.planner.attention.own)
         if self.retrieval_config.store is None:
             super().load_model(**options)
         else:
@@ -207,6 +213,7 @@ class RetrievalCPUWorker(CPUWorker):
                 planner.attention.own,
             )
         self._connect(layers, groups)
+        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
             self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
@@ -357,6 +364,8 @@ class RetrievalCPUWorker(CPUWorker):
             self.storage.leave(seats, ())  # their blocks stay
         arrived = notes(scheduler_output, self.requests.notes)
         self.requests.begin_step(scheduled, scheduler_output.total_num_scheduled_tokens, arrived)
+        if self.drafter is not None:
+            self.drafter.begin_step(scheduler_output.scheduled_spec_decode_tokens, finished)
         self.storage.begin_step(scheduler_output)
         self._begin_stored(scheduler_output)
         self._copy_index(scheduler_output.kv_cache_block_copies)

@@ -11,6 +11,7 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     MOST_TOKENS,
     TOKEN_MAJOR,
     check,
+    check_starts,
     is_page,
     remainder_addresses,
     tokens,
@@ -145,6 +146,8 @@ def attend(
     check("lengths", lists.lengths, torch.int32)
     units, heads = len(lists.lengths), query.shape[1]
     rows = units // lists.kv_heads
+    check_starts(lists.starts, rows)
+    queries = rows if lists.starts is None else int(lists.starts[-1])
     needed = units if lists.per_head else rows
     if units % lists.kv_heads or len(lists.entries) < needed or heads % lists.kv_heads:
         raise ValueError(
@@ -161,8 +164,10 @@ def attend(
         raise ValueError(f"KV heads share lists of pages of {page_size}, not of {lists.run} tokens")
     if lse is not None:
         check("lse", lse, torch.float32)
-        if lse.shape != (rows, heads) or not lse.is_contiguous():
-            raise ValueError(f"lse must be {(rows, heads)} and contiguous, got {tuple(lse.shape)}")
+        if lse.shape != (queries, heads) or not lse.is_contiguous():
+            raise ValueError(
+                f"lse must be {(queries, heads)} and contiguous, got {tuple(lse.shape)}"
+            )
     if weights is not None:
         check("weights", weights, torch.float32)
         if weights.shape[:-1] != (rows, heads) or not weights.is_contiguous():
@@ -171,7 +176,7 @@ def attend(
                 f"{tuple(weights.shape)}"
             )
     _check_rule(scale, softcap, sinks, heads)
-    rest_values, rest_lse = remainder_addresses(remainder, rows, heads, width // 2)
+    rest_values, rest_lse = remainder_addresses(remainder, queries, heads, width // 2)
     _cpu.attend(
         *vectors(query),
         *vectors(output),
@@ -185,6 +190,7 @@ def attend(
         per_head=lists.per_head,
         lengths=lists.lengths.data_ptr(),
         rows=rows,
+        starts=0 if lists.starts is None else lists.starts.data_ptr(),
         run=lists.run,
         cache=cache.data_ptr(),
         cache_tokens=cache.numel() // width,

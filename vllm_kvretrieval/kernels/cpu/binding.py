@@ -58,6 +58,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         check(name, tensor, dtype)
         if tensor.shape[0] < count:
             raise ValueError(f"{name} has {tensor.shape[0]} rows, seq_lens {count}")
+    check_starts(rows.starts, count)
     check("corrected", rows.corrected, torch.int64)
     check("spared", rows.spared, torch.int64)
     check("lists", rows.lists, torch.int32)
@@ -70,6 +71,7 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         block_table_width=rows.block_table.shape[1],
         block_table_stride=rows.block_table.stride(0),
         seq_lens=rows.seq_lens.data_ptr(),
+        starts=0 if rows.starts is None else rows.starts.data_ptr(),
         seats=rows.seats.data_ptr(),
         sink=rows.sink.data_ptr(),
         window=rows.window.data_ptr(),
@@ -89,6 +91,15 @@ def _bind_rows(rows: DecodeRows) -> "_cpu.DecodeRows":
         lengths_size=len(rows.lengths),
         per_token=rows.per_token,
     )
+
+
+def check_starts(starts: torch.Tensor | None, rows: int) -> None:
+    """Raise ValueError unless they are those of so many rows."""
+    if starts is None:
+        return
+    check("starts", starts, torch.int32)
+    if len(starts) != rows + 1:
+        raise ValueError(f"starts has {len(starts)} entries, {rows} rows need {rows + 1}")
 
 
 def store_handle(store: IndexRecords) -> "_cpu.Index":

@@ -29,7 +29,8 @@ def plan_decode(
         pages = rows.block_table[r, : -(-length // size)].long()
         first = pages[:: store.spans] // store.spans * store.parts
         entries = (first[:, None] + torch.arange(store.parts)).flatten()
-        entries = entries[: entry_count(length, store)]
+        drafts = 0 if rows.starts is None else int(rows.starts[r + 1] - rows.starts[r]) - 1
+        entries = entries[: entry_count(length - drafts, store)]
         count = length if rows.per_token else len(pages)  # of units of selection
         sink, window = int(rows.sink[r]), int(rows.window[r])
         mode, seat = Mode(int(rows.mode[r])), int(rows.seats[r])

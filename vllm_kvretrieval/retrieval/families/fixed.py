@@ -13,6 +13,7 @@ class FixedMethod(Method):
     methods: ClassVar = "methods that select nothing"
     trait: ClassVar = "which selects nothing"
     schedules: ClassVar = {"never": "no selection: sink and window only"}
-    options: ClassVar = frozenset({"sink", "dense_layers"})
+    options: ClassVar = frozenset({"sink", "dense_layers", "lossless"})
+    of_requests: ClassVar = frozenset({"budget", "lossless"})
 
     selects: ClassVar = False

@@ -26,7 +26,8 @@ class HeadMethod(Method):
     schedules: ClassVar = {
         "by_head": "retrieval heads attend to everything, others to sink and window"
     }
-    options: ClassVar = frozenset({"sink", "dense_layers", "heads"})
+    options: ClassVar = frozenset({"sink", "dense_layers", "heads", "lossless"})
+    of_requests: ClassVar = frozenset({"budget", "lossless"})
 
     heads: HeadSet
     selects: ClassVar = False

@@ -1,0 +1,179 @@
+"""Products with weights of 8 and 4 bits, against their specification in plain torch."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.spec import quantised as reference
+from tests.support.isas import visited
+from vllm_kvretrieval.quantization.packing import pack, rows_of, unpack
+from vllm_kvretrieval.quantization.product import multiply
+from vllm_kvretrieval.quantization.rounding import rounded
+
+SHAPES = [(1, 1), (7, 40), (33, 96), (130, 576)]
+
+
+def weights_of(outputs, inputs, bits, group):
+    """Numbers over their whole range, scales of several sizes, offsets where there are groups."""
+    low, high = (-128, 128) if bits == 8 else (0, 16)
+    groups = 1 if group is None else -(-inputs // group)
+    scales = torch.randn(outputs, groups).exp() / 100
+    offsets = None if group is None else torch.randn(outputs, groups) * scales * high / 2
+    numbers = torch.randint(low, high, (outputs, inputs))
+    return numbers, scales, offsets, bits, group or inputs
+
+
+def bound(x, packed, dtype, exact):
+    """The result is rounded once, and sums of blocks in float32."""
+    size = reference.rounded_tokens(x).abs().double() @ unpack(packed).abs().double().T
+    return torch.finfo(dtype).eps * exact.abs() / 2 * 1.01 + 4e-6 * size + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    [
+        *itertools.product((8,), (None, 32, 64), (torch.bfloat16,)),
+        *itertools.product((4,), (None, 32, 128), (torch.bfloat16,)),
+        *((8, None, dtype) for dtype in (torch.float16, torch.float32)),
+        *((4, 32, dtype) for dtype in (torch.float16, torch.float32)),
+    ],
+    ids=str,
+)
+def test_products(bits, group, dtype):
+    """Any shape, any number of tokens, by any instruction set."""
+    torch.manual_seed(0)
+    for outputs, inputs in SHAPES:
+        packed = pack(*weights_of(outputs, inputs, bits, group))
+        bias = torch.randn(outputs).to(dtype)
+        for tokens, given in itertools.product((0, 1, 3, 8, 13), (None, bias)):
+            x = torch.randn(tokens, inputs).to(dtype)
+            exact = reference.quantised_linear(x, packed, given)
+            for isa in visited():
+                found = multiply(x, packed, given)
+                assert found.dtype == dtype, isa
+                close = (found.double() - exact).abs() <= bound(x, packed, dtype, exact)
+                assert close.all(), (isa, outputs, inputs, tokens)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_extremes(bits):
+    """The largest products of a block do not overflow, and blocks of zeros are zero."""
+    inputs = 4864
+    number = -128 if bits == 8 else 15
+    numbers = torch.full((16, inputs), number)
+    packed = pack(numbers, torch.ones(16, 1), None, bits, inputs)
+    x = torch.ones(5, inputs)
+    x[1] = -1
+    x[2] = 0
+    x[3, ::2] = -1
+    x[4, :32] = 3e38
+    for isa in visited():
+        found = multiply(x, packed)
+        assert torch.equal(found[:4, 0], torch.tensor([1.0, -1, 0, 0]) * number * inputs), isa
+        assert torch.isfinite(multiply(x[4:] / 1e6, packed)).all(), isa
+
+
+def test_what_is_no_number_stays_none():
+    """A token with an infinite or undefined input has no defined result; others have theirs."""
+    packed = rounded(torch.randn(40, 64), 8)
+    x = torch.randn(3, 64)
+    x[0, 5], x[2, 40] = torch.inf, torch.nan
+    for isa in visited():
+        found = multiply(x, packed)
+        assert not torch.isfinite(found[[0, 2]]).any(), isa
+        assert torch.equal(found[1], multiply(x[1:2], packed)[0]), isa
+
+
+def test_a_token_depends_on_no_other():
+    """Bits of a row are the same alone, in a batch, and by any number of threads."""
+    torch.manual_seed(2)
+    packed, x = rounded(torch.randn(500, 96), 4), torch.randn(300, 96).bfloat16()
+    for isa in visited():
+        together, threads = multiply(x, packed), torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            for row in (0, 5, 255, 256, 299):
+                assert torch.equal(multiply(x[row : row + 1], packed)[0], together[row]), isa
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(5, 7), (33, 96), (48, 200)], ids=str)
+def test_rounding(shape, bits):
+    """Weights are off by half a step at most, those of 4 bits where their range is not cut."""
+    torch.manual_seed(3)
+    weight = torch.randn(shape) * torch.randn(shape[0], 1).exp()
+    weight[1] = 0
+    weight[2] = 0.5
+    found = unpack(rounded(weight.bfloat16(), bits))
+    exact = weight.bfloat16().float()
+    if bits == 8:
+        steps = exact.abs().amax(1, keepdim=True) / 127
+        assert ((found - exact).abs() <= steps * 0.5001).all()
+    else:
+        groups = torch.nn.functional.pad(exact, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
+        steps = (groups.amax(2) - groups.amin(2)) / 15
+        wide = steps.repeat_interleave(32, 1)[:, : shape[1]]
+        assert ((found - exact).abs() <= wide * 2.1 + exact.abs() * 1e-3).all()
+        assert (found - exact).square().mean() <= (wide.square() / 12).mean() * 1.1
+    torch.testing.assert_close(found[1:3], exact[1:3], rtol=1e-3, atol=0)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    """A checkpoint with infinite weights is broken."""
+    with pytest.raises(ValueError, match="cannot be rounded"):
+        rounded(torch.tensor([[1.0, torch.inf]]), 8)
+
+
+def test_scales_of_16_bits_are_kept():
+    """Group scales of a checkpoint, in bfloat16 or float16, lose nothing, whatever their size."""
+    torch.manual_seed(4)
+    for dtype in (torch.bfloat16, torch.float16):
+        scales = (torch.rand(20, 3) / 1000 + 1e-4).to(dtype)
+        numbers = torch.randint(0, 16, (20, 96))
+        packed = pack(numbers, scales, -8 * scales.float(), 4, 32)
+        wide = scales.double().repeat_interleave(32, 1)
+        assert torch.equal(unpack(packed).double(), wide * (numbers - 8))
+
+
+def test_rows_serve_as_embeddings():
+    """Rows are those of the unpacked weights."""
+    weight = torch.randn(50, 72).bfloat16()
+    packed = rounded(weight, 8)
+    ids = torch.tensor([[0, 49], [17, 16]])
+    assert torch.equal(rows_of(packed, ids, torch.float32), unpack(packed)[ids])
+    with pytest.raises(ValueError, match="8 bits"):
+        rows_of(rounded(weight, 4), ids, torch.float32)
+
+
+def test_what_does_not_fit_is_refused():
+    """Shapes are checked before the kernel reads an address."""
+    packed, x = rounded(torch.randn(40, 64), 4), torch.randn(2, 64)
+    for wrong in (x[:, :32], torch.randn(2, 96), x.double()):
+        with pytest.raises(ValueError, match=r"must be|tokens of"):
+            multiply(wrong, packed)
+    for name in ("weights", "scales", "groups"):
+        with pytest.raises(ValueError, match=name):
+            multiply(x, packed._replace(**{name: getattr(packed, name)[:1]}))
+    for fields in ({"outputs": 400}, {"bits": 8}, {"bits": 3}, {"group": 40}, {"group": 64}):
+        with pytest.raises(ValueError, match=r"must be|bits"):
+            multiply(x, packed._replace(**fields))
+    with pytest.raises(ValueError, match="bias"):
+        multiply(x, packed, torch.zeros(39))
+    with pytest.raises(ValueError, match="groups of 40"):
+        pack(torch.zeros(4, 80), torch.ones(4, 2), None, 4, 40)
+    with pytest.raises(ValueError, match="groups of 4 outputs"):
+        pack(torch.zeros(4, 64), torch.ones(4, 3), None, 4, 32)
+
+
+def test_a_compiled_model_takes_any_number_of_tokens():
+    """One graph serves them, whatever number it was compiled with."""
+    packed = rounded(torch.randn(48, 32), 8)
+    compiled = torch.compile(
+        lambda x: multiply(x, packed) * 2, fullgraph=True, dynamic=True, backend="eager"
+    )
+    for tokens in (3, 300, 7):
+        x = torch.randn(tokens, 32).bfloat16()
+        assert torch.equal(compiled(x), multiply(x, packed) * 2)
