@@ -149,6 +149,11 @@ def is_v2(runner: Any) -> bool:
     return bool(runner.vllm_config.use_v2_model_runner)
 
 
+def kernel_block_sizes(runner: Any) -> Sequence[int]:
+    """Tokens of the blocks that attention reads, by group of layers, once a runner has a cache."""
+    return runner.kernel_block_sizes if is_v2(runner) else runner._kernel_block_sizes
+
+
 def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
     """What tells the requests of a step in batch order, by id.
 
@@ -169,6 +174,22 @@ def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
 
     runner.prepare_inputs = noting
     return lambda common: ids[: common.num_reqs]
+
+
+def zero_by(runner: Any, zero: Callable[[list[int]], None], replaced: bool) -> None:
+    """Have blocks filled with zeros by a function, where a model runner would do it wrongly.
+
+    Args:
+        runner: vLLM's model runner, before it has a cache.
+        zero: Called with numbers of blocks.
+        replaced: Whether the runner's cache is replaced, and layers differ in blocks; its V1 runner
+            takes pages for blocks in any case.
+    """
+    if not is_v2(runner):
+        runner._zero_block_ids = zero
+    elif replaced:
+        runner._init_kv_zero_meta = lambda: None
+        runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=zero, warmup=lambda blocks: None)
 
 
 def configured_block_size(vllm_config: Any) -> int:

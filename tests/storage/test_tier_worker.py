@@ -1,6 +1,7 @@
 """The sizes of a slow home as a worker finds them, and what it refuses."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ def planner(specs, workers=1, engines=1, **options):
         max_num_seqs=CACHE.max_num_seqs,
         max_num_active_seqs=None,
         max_num_batched_tokens=CACHE.step_tokens,
+        disable_hybrid_kv_cache_manager=False,
     )
     model_config = SimpleNamespace(
         max_model_len=CACHE.max_model_len,
@@ -51,6 +53,8 @@ def planner(specs, workers=1, engines=1, **options):
         ),
         cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None),
         kv_transfer_config=connector_config(engines),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        attention_config=SimpleNamespace(hisparse_config=None),
     )
     config = RetrievalConfig.from_options("freekv", {"budget": BUDGET} | options)
     named = {f"model.layers.{i}": spec for i, spec in enumerate(specs)}
@@ -115,7 +119,6 @@ def test_the_scheduler_has_to_know():
 def test_auto_takes_the_disk_only_where_it_must():
     assert plan([FULL] * 10, home="auto") == tiers(500 * MIB)
     assert plan([FULL] * 10, 600 * MIB, home="auto") is None
-    assert plan([FULL, LOCAL] * 5, home="auto") is None
 
 
 def test_the_files_of_all_workers_have_to_fit(tmp_path, monkeypatch):
@@ -206,13 +209,70 @@ def test_memory_that_does_not_suffice_is_found_out_at_once():
         own.check_memory(1 << 30, 1 << 42, 1 << 30)
 
 
+WIDE = FullAttentionSpec(block_size=128, num_kv_heads=8, head_size=64, dtype=torch.float32)
+
+
+def mixed(specs, fast=2000 * MIB, alone=False, **options):
+    """The tiers of a worker with real settings of an engine, of layers of several kinds."""
+    own = planner(specs, **options)
+    own.vllm_config = EngineArgs(
+        model=checkpoint("SmolLM2-135M-Instruct"),
+        attention_backend="freekv",
+        max_num_seqs=2,
+        max_num_batched_tokens=512,
+        max_model_len=6400,
+        disable_hybrid_kv_cache_manager=alone,
+    ).create_engine_config()
+    own.vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    return own.plan_tiers(fast, STAGING)
+
+
+def test_windows_stay_in_memory():
+    """Twice the blocks that requests may hold: 7 for a window of 256 tokens and a step of 512, in
+    each of five groups of the size of that of full attention."""
+    got = mixed([*[LOCAL] * 5, FULL] * 2, home="disk", dense_layers=0)
+    assert got.other_blocks == 2 * 2 * 5 * (-(-(255 + 512) // 128) + 1)
+    assert got.others == got.other_blocks * 2 * FULL.page_size_bytes
+    assert got.blocks == 2 * 50 + 1
+    assert got.home == got.blocks * 2 * FULL.page_size_bytes
+    assert got.all_blocks == got.blocks + got.other_blocks
+    assert got.of(got.all_blocks - 9).blocks == got.blocks - 9
+    assert len(got.slots) == 2
+    assert mixed([*[LOCAL] * 5, FULL] * 2, home="auto", dense_layers=0) is None, "all fits"
+    assert mixed([*[LOCAL] * 5, FULL] * 2, 110 * MIB, home="auto", dense_layers=0).home
+
+
+def test_layers_with_full_attention_in_several_groups():
+    """VLLM makes groups of as many layers as there are windows, each with blocks of its own."""
+    got = mixed([FULL, FULL, LOCAL, FULL], home="disk", dense_layers=0)
+    assert got.blocks == 2 * 3 * 50 + 1
+    assert len(got.slots) == 3
+    assert got.home == got.blocks * 3 * FULL.page_size_bytes
+
+
+def test_blocks_of_a_group_are_as_long_as_vllm_makes_them():
+    """A layer with half the KV heads has blocks of twice the tokens."""
+    wide = replace(LOCAL, num_kv_heads=8)
+    got = mixed([wide, FULL] * 2, home="disk", dense_layers=0)
+    assert got.blocks == 2 * 25 + 1
+    assert got.home == got.blocks * 2 * wide.page_size_bytes
+
+
 @pytest.mark.parametrize(
-    ("specs", "options"), [([FULL, LOCAL] * 5, {}), ([FULL] * 4, {"dense_layers": 4})]
+    ("specs", "options"),
+    [
+        ([FULL, WIDE] * 2, {"dense_layers": 0}),
+        ([FULL] * 4, {"dense_layers": 4}),
+        ([FULL, LOCAL] * 2, {"dense_layers": 0, "alone": True}),
+        ([FULL, FULL, LOCAL], {"dense_layers": 0, "codec": "k8v4"}),
+    ],
 )
 def test_models_that_cannot_be_on_disk(specs, options):
-    message = "home=disk serves models whose layers all .* somebody/model is none. Use home=device"
+    message = "home=disk serves models whose layers with .* or use home=device"
     with pytest.raises(RetrievalConfigError, match=message):
-        plan(specs, home="disk", **options)
+        mixed(specs, home="disk", **options)
+    if "codec" not in options:
+        assert mixed(specs, home="auto", **options) is None
 
 
 @pytest.mark.parametrize("others", [[], [1, 1, 1, 1]])

@@ -132,7 +132,8 @@ class Life:
         for source, target in copies:
             self.write(target, self.read(source))
         copied = {target for _, target in copies}
-        by_group = allotted_blocks(output, [spec.block_size for spec in self.specs])
+        sizes = {number: spec.block_size for number, spec in enumerate(self.specs)}
+        by_group = allotted_blocks(output, sizes)
         for _, new in by_group:
             for block in {*new} - copied - {0}:
                 self.write(block, self.random.randbytes(len(written(b"", 0))))

@@ -285,11 +285,7 @@ def check_layer(selector: Any) -> None:
 
 def check_impl(impl: Any) -> None:
     """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
-    unsupported = {
-        "ALiBi": impl.alibi_slopes is not None,
-        "cross-layer KV sharing": impl.kv_sharing_target_layer_name is not None,
-    }
-    refuse_of_model(unsupported)
+    refuse_of_model({"ALiBi": impl.alibi_slopes is not None})
 
 
 def refuse_of_model(unsupported: Mapping[str, bool]) -> None:

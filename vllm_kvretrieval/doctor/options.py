@@ -165,7 +165,7 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
     yield Finding("block size", f"{block_size} tokens; routers that hash prefixes are told this")
     token = token_bytes(vllm_config, config)
     if token is None:
-        yield _sizes_by_layer(model, parallel, full_attention_layers(model))
+        yield _sizes_by_layer(model, parallel, full_attention_layers(model), config.home)
         return
     each = " per worker" if parallel.world_size > 1 else ""
     context = -(-longest // block_size) * block_size * (token.kv + token.indexed)
@@ -184,18 +184,22 @@ def _sizes(vllm_config: Any, config: RetrievalConfig, users: int) -> Iterator[Fi
         )
 
 
-def _sizes_by_layer(model: Any, parallel: Any, numbers: list[int] | None) -> Finding:
+def _sizes_by_layer(model: Any, parallel: Any, numbers: list[int] | None, home: str) -> Finding:
     """What the layers with full attention take, where layers differ.
 
     Args:
         model: vLLM's configuration of the model.
         parallel: That of its workers.
         numbers: Of layers with full attention; None: not known.
+        home: Where they lie.
     """
     if numbers is None or parallel.pipeline_parallel_size > 1:
         return Finding("sizes", "not known before the start, since the layers of this model differ")
     sizes = dict[tuple[int, int], int]()
-    for number in numbers:
+    # The last ones may read the keys and values of earlier ones (Gemma 4 E2B).
+    shared = getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
+    own = model.get_total_num_hidden_layers() - shared
+    for number in (number for number in numbers if number < own):
         layer = model.model_arch_config[number]  # heads may differ from layer to layer
         shape = model.get_num_kv_heads(parallel, layer), layer.head_size
         sizes[shape] = sizes.get(shape, 0) + 1
@@ -205,8 +209,9 @@ def _sizes_by_layer(model: Any, parallel: Any, numbers: list[int] | None) -> Fin
         "sizes",
         f"a token takes {kv / KIB:.1f} KiB of KV cache in the layers with full attention "
         f"({shapes}); "
-        f"a context of {model.max_model_len} tokens {kv * model.max_model_len / GIB:.2f} GiB, and "
-        "windows and states of the other layers beside it, which do not grow with it",
+        f"a context of {model.max_model_len} tokens {kv * model.max_model_len / GIB:.2f} GiB"
+        f"{f' {SLOW[home][0]}' if home in SLOW else ''}, and windows and states of the other "
+        f"layers {SLOW[home][1] if home in SLOW else 'beside it'}, which do not grow with it",
     )
 
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from vllm_kvretrieval.engine.block_pools import Split
 from vllm_kvretrieval.engine.metrics import COUNTERS, RetrievalMetrics, known, log_line
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.disk.ranks import name_of_all
@@ -38,10 +39,12 @@ class Seats(KVConnectorHandshakeMetadata):
     Attributes:
         count: How many.
         store: Name of the store that holds the slow home, if one does.
+        split: The division of vLLM's blocks, if not all groups of layers lie in a slow home.
     """
 
     count: int
     store: str | None = None
+    split: Split | None = None
 
 
 def connector_config(engines: int = 1) -> KVTransferConfig:
@@ -76,6 +79,8 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: Callable[[], dict[str, int]] = dict
         self._seats: Seats | None = None
         self._limit: Callable[[int], None] = lambda seats: None
+        self._divide: Callable[[Split], None] = lambda split: None
+        self._divided = False
         self._restore: Callable[[str], SchedulerStore] | None = None
         self._stored: SchedulerStore | None = None
 
@@ -85,6 +90,7 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
         failed_blocks: Callable[[], set[int]],
         stats: Callable[[], dict[str, int]],
         store: str | None = None,
+        split: Split | None = None,
     ) -> None:
         """Say how many requests may run at once, and ask the others after every step of the worker.
 
@@ -93,13 +99,18 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
             failed_blocks: vLLM's blocks that could not be read, each told once.
             stats: What ``COUNTERS`` count since the last call, and ``GAUGES`` now; may be empty.
             store: Name of the store that holds the slow home, if one does.
+            split: The division of vLLM's blocks, if not all groups of layers lie in a slow home.
         """
-        self._seats = Seats(seats, store)
+        self._seats = Seats(seats, store, split)
         self._failed_blocks, self._stats = failed_blocks, stats
 
     def limit_by(self, limit: Callable[[int], None]) -> None:
         """Call ``limit`` with the number of requests at once, when the scheduler's half has it."""
         self._limit = limit
+
+    def divide_by(self, divide: Callable[[Split], None]) -> None:
+        """Call ``divide`` with the division of blocks, when the scheduler's half has it."""
+        self._divide = divide
 
     def restore_by(self, restore: Callable[[str], SchedulerStore]) -> None:
         """Call ``restore`` with the name of the store, when the scheduler's half has it."""
@@ -113,6 +124,9 @@ class RetrievalConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Take the messages of the workers of all ranks, in the scheduler's half."""
         told = [message for message in metadata.values() if isinstance(message, Seats)]
+        if not self._divided and told[0].split is not None:
+            self._divided = True
+            self._divide(told[0].split)
         self._limit(min(message.count for message in told))
         # vLLM 0.33 tells it once more whenever a server that slept wakes up.
         if self._stored is None and self._restore is not None and told[0].store is not None:

@@ -55,12 +55,7 @@ def bytes_per_block(
     """
     blocks, index = [], 0
     for group in kv_cache_groups(vllm_config, specs):
-        common = group.kv_cache_spec
-        uniform = isinstance(common, UniformTypeKVCacheSpecs)
-        sizes = {
-            name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
-            for name in group.layer_names
-        }
+        sizes = _layer_bytes(group)
         blocks.append(sum(sizes.values()))  # groups share their memory
         # Without the hybrid manager, layers of all kinds are in one group.
         plain = [name for name in sizes if type(specs[name]) is FullAttentionSpec]
@@ -71,6 +66,16 @@ def bytes_per_block(
     return max(blocks), index
 
 
+def _layer_bytes(group: Any) -> dict[str, int]:
+    """Bytes of a block in each layer of one of vLLM's groups, by name."""
+    common = group.kv_cache_spec
+    uniform = isinstance(common, UniformTypeKVCacheSpecs)
+    return {
+        name: (common.kv_cache_specs[name] if uniform else common).page_size_bytes
+        for name in group.layer_names
+    }
+
+
 def cache_with_slow_home(
     vllm_config: Any,
     specs: Mapping[str, Any],
@@ -78,7 +83,10 @@ def cache_with_slow_home(
     retrieving: Retrieving,
     alignment: int = 1,
 ) -> Cache | None:
-    """The KV cache that a slow home would hold, of a worker whose layers are all alike.
+    """The KV cache that a slow home would hold.
+
+    Those of vLLM's groups of layers lie there that have layers which retrieve. Layers of other
+    groups, such as those with sliding windows and recurrent states, stay in fast memory.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -88,23 +96,30 @@ def cache_with_slow_home(
         alignment: The alignment of the fields of page indexes' records, in bytes.
 
     Returns:
-        The cache; None if layers differ, or none retrieves, and the home is ``auto``.
+        The cache; None if it cannot be divided so, and the home is ``auto``.
 
     Raises:
-        RetrievalConfigError: Layers differ, or none retrieves, and the home is not ``auto``.
+        RetrievalConfigError: It cannot be divided so, and the home is not ``auto``.
     """
-    at_home, spec = retrieving(specs), next(iter(specs.values()))
-    if not at_home or type(spec) is not FullAttentionSpec or len(set(specs.values())) > 1:
+    groups = kv_cache_groups(vllm_config, specs)
+    at_home = retrieving(specs)
+    homes = [group for group in groups if not {*at_home}.isdisjoint(group.layer_names)]
+    kinds = {type(specs[name]) for group in homes for name in group.layer_names}
+    alike = all(group.kv_cache_spec == homes[0].kv_cache_spec for group in homes)
+    alike &= len(homes) == 1 or config.encoding is None
+    if kinds != {FullAttentionSpec} or not alike or _varies(homes[0]):
         if config.home == "auto":
             return None
         raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} serves models whose layers all have the same full "
-            f"attention, some of them behind dense_layers={config.dense_layers}; "
-            f"{vllm_config.model_config.model} is none. Use home=device."
+            f"kv_retrieval.home={config.home} serves models whose layers with full attention are "
+            f"alike, and some of them behind dense_layers={config.dense_layers}, where vLLM keeps "
+            f"them in a group of their own; {vllm_config.model_config.model} is none. Leave "
+            "--disable-hybrid-kv-cache-manager out, or use home=device."
         )
+    spec, others = homes[0].kv_cache_spec, [group for group in groups if group not in homes]
     return Cache(
         retrieval_layers=len(at_home),
-        dense_layers=len(specs) - len(at_home),
+        dense_layers=sum(len(group.layer_names) for group in homes) - len(at_home),
         kv_heads=spec.num_kv_heads,
         block_size=spec.block_size,
         block_bytes=spec.page_size_bytes,
@@ -114,7 +129,21 @@ def cache_with_slow_home(
         max_model_len=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         alignment=alignment,
+        groups=len(homes),
+        other_blocks=sum(_most_blocks(group.kv_cache_spec, vllm_config) for group in others),
+        other_bytes=max((sum(_layer_bytes(group).values()) for group in others), default=0),
     )
+
+
+def _varies(group: Any) -> bool:
+    """Whether layers of a group have blocks of different sizes, or such with a rest."""
+    spec = group.kv_cache_spec
+    return isinstance(spec, UniformTypeKVCacheSpecs) or spec.page_size_padded is not None
+
+
+def _most_blocks(spec: Any, vllm_config: Any) -> int:
+    """Blocks that a request has of a group at most."""
+    return -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
 
 
 def requests_at_once(vllm_config: Any) -> int:

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from vllm_kvretrieval.engine.block_pools import Split, divide
 from vllm_kvretrieval.engine.chunk_scheduler import ChunkScheduler, tokens_to_read
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
@@ -90,6 +91,7 @@ class RetrievalScheduler(ChunkScheduler):
         self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
+            self.connector.divide_by(self._divide)
             self.connector.restore_by(self._restore)
         # Another connector may load into the cache.
         self._loads: LoadReports | None = None
@@ -102,7 +104,8 @@ class RetrievalScheduler(ChunkScheduler):
         wanted = self.max_num_active_reqs
         self.max_num_running_reqs = min(self.max_num_running_reqs, seats)
         self.max_num_active_reqs = min(wanted, seats)
-        tokens = (self.kv_cache_config.num_blocks - 1) * self.block_size
+        pool = self.kv_cache_manager.block_pool
+        tokens = (pool.num_gpu_blocks - 1) * self.block_size
         if seats >= wanted:
             logger.info("KV retrieval: %d requests at once, %d tokens of home.", wanted, tokens)
             return
@@ -115,6 +118,10 @@ class RetrievalScheduler(ChunkScheduler):
             wanted,
             tokens,
         )
+
+    def _divide(self, split: Split) -> None:
+        """Give groups of layers that do not lie in the slow home blocks of their own."""
+        divide(self.kv_cache_manager.coordinator, split)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         """See ``Scheduler.update_from_output``."""

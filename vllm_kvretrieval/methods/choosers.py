@@ -1,5 +1,8 @@
 """The choosers of a layer, by the number of the method; the same on every device."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, IndexRecords, Selection
@@ -16,6 +19,7 @@ def layer_choosers(
     *,
     readable: bool = True,
     alignment: int = 1,
+    owner: Sequence[Chooser] = (),
 ) -> list[Chooser]:
     """Make the choosers of a layer; methods with equal indexes share the records.
 
@@ -27,7 +31,10 @@ def layer_choosers(
         scale: Softmax scale.
         readable: Whether kernels read keys in that layout.
         alignment: Records' fields begin at multiples of so many bytes.
+        owner: Those of the layer whose cache and records this layer reads; empty: it has its own.
     """
+    if owner:
+        return [replace(chooser, selection=selection, scale=scale) for chooser in owner]
     pages, kv_heads, page_size, row = cache.shape
     methods = config.methods.values()
     kinds: list[tuple[Index | None, int, bool]]

@@ -193,17 +193,19 @@ def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:
 
 
 def _retain_windows(vllm_config: "VllmConfig") -> None:
-    """Keep the blocks of sliding windows, without which a shared prefix cannot be used.
+    """Keep blocks of sliding windows and recurrent states, without which no prefix can be shared.
 
     By default vLLM keeps those at the end of a prompt alone. A second question about a document,
     and a chat that goes on, would find nothing, and pay for all of it again.
     """
     cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching or not has_windows(vllm_config.model_config):
+    model = vllm_config.model_config
+    if not cache.enable_prefix_caching or not (has_windows(model) or model.is_hybrid):
         return
     if getattr(cache, "prefix_cache_retention_interval", None) == 0:
         cache.prefix_cache_retention_interval = None
         logger.info(
-            "The prefix cache keeps all blocks of sliding windows, so that every request finds "
-            "what it shares with an earlier one; --prefix-cache-retention-interval N keeps fewer."
+            "The prefix cache keeps all blocks of sliding windows and recurrent states, so that "
+            "every request finds what it shares with an earlier one; "
+            "--prefix-cache-retention-interval N keeps fewer."
         )

@@ -122,6 +122,14 @@ SLOW_HOME = Setting(
         Need.EVERYTHING: Lack(LITTLE, LEAVE_HOME),
     },
 )
+SHARED_KV = Setting(
+    "a slow home of layers whose keys others read",
+    {
+        need: Lack("gives these layers the same slots", LEAVE_HOME)
+        for need in (Need.TOKENS, Need.DROPS)
+    },
+)
+"""Cross-layer KV sharing."""
 CODEC = Setting(
     "a codec",
     {
@@ -217,6 +225,7 @@ OTHER_LAYERS = Setting(
 SETTINGS = (
     GPU,
     SLOW_HOME,
+    SHARED_KV,
     CODEC,
     STREAMING,
     MEMORY_FRACTION,

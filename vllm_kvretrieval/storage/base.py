@@ -86,12 +86,14 @@ class StorageFacts:
         tiers: The division of memory; None: all KV is in fast memory.
         block_size: Tokens of a block of vLLM's.
         stored: Returns the file of a store for so many layers; None: there is no store.
+        groups: Numbers of vLLM's groups of layers that a slow home has.
     """
 
     retrieving: Sequence[str] = ()
     tiers: Tiers | None = None
     block_size: int = 0
     stored: Callable[[int], io.FileIO] | None = None
+    groups: tuple[int, ...] = (0,)
 
 
 class LayerCache(NamedTuple):

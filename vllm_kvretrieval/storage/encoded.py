@@ -12,14 +12,13 @@ import torch
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.allocation import addresses
 from vllm_kvretrieval.storage.base import StepContexts, StorageFacts
 from vllm_kvretrieval.storage.file import Reads
 from vllm_kvretrieval.storage.file_pages import FilePages, FilePagesLayer
 from vllm_kvretrieval.storage.home_file import HomeFile
 from vllm_kvretrieval.storage.mapped import page_runs
 from vllm_kvretrieval.system_limits import explained
-
-MAP_NORESERVE = 0x4000  # not named by Python 3.11
 
 
 class EncodedHome(HomeFile):
@@ -50,13 +49,11 @@ class EncodedHome(HomeFile):
         stored: io.FileIO | None = None,
     ) -> None:
         super().__init__(directory, layers, layer_bytes, stored)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         refused = "kv_retrieval.codec: no addresses are left for the KV cache as it would be raw"
         with self.needed(), explained(refused):
-            self._map = mmap.mmap(-1, layers * raw_bytes, flags=flags)
+            self._map, self.memory = addresses(layers * raw_bytes)
         with suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.int8)
 
 
 @dataclass
@@ -216,7 +213,8 @@ class Encoded(FilePages):
         """See :meth:`Storage.begin_step`."""
         super().begin_step(scheduler_output)
         self._leaving = None
-        if scheduler_output.kv_cache_block_copies:
+        copies = scheduler_output.kv_cache_block_copies or ()
+        if any(target < self.tiers.blocks for _, target in copies):
             raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
 
     def leave(self, seats: Iterable[int], requests: Iterable[str]) -> None:

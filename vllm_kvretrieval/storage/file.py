@@ -135,6 +135,7 @@ class FileStorage:
     def __init__(self, config: RetrievalConfig, facts: StorageFacts) -> None:
         assert facts.tiers is not None
         self.config, self.tiers, self._stored = config, facts.tiers, facts.stored
+        self._groups = facts.groups
         self.slots = dict(zip(facts.retrieving, facts.tiers.slots, strict=True))
         self.block_size, self.block_pages = facts.block_size, facts.block_size // config.page_size
         self.slow_layers: Sequence[str] = ()
@@ -153,7 +154,13 @@ class FileStorage:
         stored = None if self._stored is None else self._stored(len(at_home))
         self.home = self._make_home(directory, len(at_home), layer_bytes, stored)
         self.lost = LostBlocks(
-            self.home, self.pages, directory, self.tiers.blocks, self.block_size, self.block_pages
+            self.home,
+            self.pages,
+            directory,
+            self.tiers.blocks,
+            self.block_size,
+            self.block_pages,
+            self._groups,
         )
         memory = torch.zeros(len(beside) * layer_bytes, dtype=torch.int8)
         return (beside, memory), (at_home, self.home.memory)
@@ -198,6 +205,8 @@ class FileStorage:
         per_block = range(self.block_pages)
         for cache in self.pages:
             for _, target in scheduler_output.kv_cache_block_copies or ():
+                if target >= self.tiers.blocks:
+                    continue  # of layers that do not lie here
                 cache.drop_pages([target * len(per_block) + page for page in per_block])
 
     def end_step(self, tokens: int) -> None:

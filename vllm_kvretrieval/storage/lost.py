@@ -1,7 +1,7 @@
 """Blocks that a slow home cannot give back: requests that need them fail, others go on."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -48,6 +48,7 @@ class LostBlocks(Lost):
         blocks: How many there are.
         block_size: Tokens of each.
         pages: Pages of each.
+        groups: Numbers of vLLM's groups of layers that the home has.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class LostBlocks(Lost):
         blocks: int,
         block_size: int,
         pages: int,
+        groups: tuple[int, ...] = (0,),
     ) -> None:
         super().__init__()
         self._home, self._caches, self._directory = home, caches, directory
         self._blocks, self._block_size, self._pages = blocks, block_size, pages
+        self._groups = groups
         self._last: set[int] = set()
         # Blocks that have not been written anew since the system failed to write something.
         self._doubtful: set[int] = set()
@@ -77,9 +80,9 @@ class LostBlocks(Lost):
         self._found.clear()
         if not self._doubtful:
             return
-        ((shared, new),) = allotted_blocks(step, [self._block_size])
-        self.add(self._doubtful.intersection(shared))
-        self._doubtful.difference_update(new)
+        for shared, new in allotted_blocks(step, dict.fromkeys(self._groups, self._block_size)):
+            self.add(self._doubtful.intersection(shared))
+            self._doubtful.difference_update(new)
 
     def take(self) -> set[int]:
         """Blocks that were lost in this step or the one before.
@@ -116,12 +119,12 @@ class LostBlocks(Lost):
         )
 
 
-def allotted_blocks(step: Any, sizes: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def allotted_blocks(step: Any, sizes: Mapping[int, int]) -> list[tuple[list[int], list[int]]]:
     """The blocks that requests get in a step.
 
     Args:
         step: vLLM's scheduler output.
-        sizes: Tokens of a block, of each group of layers.
+        sizes: Tokens of a block, by the number of the group of layers.
 
     Returns:
         For each group, numbers of the blocks that were computed before, and of those that are
@@ -136,8 +139,8 @@ def allotted_blocks(step: Any, sizes: Sequence[int]) -> list[tuple[list[int], li
             allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in sizes]
     for by_group, tokens in allotted:
-        for of_request, size, (shared, new) in zip(by_group, sizes, found, strict=True):
+        for (group, size), (shared, new) in zip(sizes.items(), found, strict=True):
             count = -(-tokens // size)
-            shared += of_request[:count]
-            new += of_request[count:]
+            shared += by_group[group][:count]
+            new += by_group[group][count:]
     return found

@@ -31,13 +31,16 @@ that a step attends to, and half of one for those that are read ahead of the nex
 HOME_SHARE = Fraction(1, 2)
 """Share of fast memory for the parts that grow with the home, if the user has set no size. They may
 take it before requests get slots; beyond it they get what requests leave."""
+KEPT = 2
+"""Blocks of other groups than home's, in those that a request holds at most: one for the request,
+and one for contexts that the prefix cache keeps."""
 DISK_SHARE = Fraction(3, 4)
 """Share of the free space that a home takes by default; for a single request it may take all."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The KV cache of one worker, all its layers alike.
+    """The KV cache of one worker; all layers with full attention in it are alike.
 
     Attributes:
         retrieval_layers, dense_layers: How many of each.
@@ -51,6 +54,10 @@ class Cache:
             number; None: for each KV head as many as the largest budget has.
         step_tokens: Most tokens that a step computes.
         alignment: The alignment of the fields of page indexes' records, in bytes.
+        groups: Groups of layers in home, each with blocks of its own.
+        other_blocks: Blocks that a request has at most in groups of other layers, such as those
+            with sliding windows and recurrent states, which stay in fast memory.
+        other_bytes: Bytes of each of them.
     """
 
     retrieval_layers: int
@@ -65,6 +72,9 @@ class Cache:
     step_tokens: int
     attended: tuple[int, ...] | None = None
     alignment: int = 1
+    groups: int = 1
+    other_blocks: int = 0
+    other_bytes: int = 0
 
     @property
     def blocks_per_request(self) -> int:
@@ -77,7 +87,7 @@ class Cache:
 
     def blocks_for(self, seats: int) -> int:
         """Blocks for a number of requests of full length; one block more is vLLM's own."""
-        return seats * self.blocks_per_request + 1
+        return seats * self.groups * self.blocks_per_request + 1
 
     def index_bytes(self, blocks: int, config: RetrievalConfig) -> int:
         """Bytes of page index beside so many blocks."""
@@ -105,8 +115,9 @@ class Cache:
     def fits_in(self, fast: int, config: RetrievalConfig) -> bool:
         """Whether ``max_num_seqs`` of the longest requests fit in so many bytes, index included."""
         layers = self.retrieval_layers + self.dense_layers
-        index = self.index_bytes(1, config)
-        return self.blocks_for(self.max_num_seqs) * (layers * self.block_bytes + index) <= fast
+        block = max(layers * self.block_bytes, self.other_bytes) + self.index_bytes(1, config)
+        blocks = self.blocks_for(self.max_num_seqs) + KEPT * self.max_num_seqs * self.other_blocks
+        return blocks * block <= fast
 
 
 def most_of(most: int, fits: Callable[[int], bool]) -> int:
@@ -137,7 +148,8 @@ class Tiers:
 
     Attributes:
         seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
-        blocks: vLLM's blocks in home, the units of its scheduler.
+        blocks: vLLM's blocks in home, the units of its scheduler; the first by number.
+        other_blocks: Blocks behind them, of groups of layers that stay in fast memory.
         slots: Slots of each retrieval layer in fast memory: for (page, KV head) units, or, if
             methods select single tokens, for tokens of KV heads.
         home: The slow tier.
@@ -149,10 +161,12 @@ class Tiers:
         staging: The buffer in which prefill lays out its context, see PrefillStaging; 0: none.
         open_pages: Pages that are not yet encoded, if home is encoded.
         recall_cache: All slots.
+        others: The blocks behind those in home.
     """
 
     seats: int
     blocks: int
+    other_blocks: int
     slots: tuple[int, ...]
     home: int
     streams_dense: bool
@@ -162,15 +176,22 @@ class Tiers:
     staging: int
     open_pages: int
     recall_cache: int
+    others: int
 
     @property
     def fast(self) -> int:
         """Fast memory that all parts take together."""
-        parts = self.dense, self.index, self.books, self.staging, self.open_pages
+        parts = self.dense, self.index, self.books, self.staging, self.open_pages, self.others
         return sum(parts) + self.recall_cache
 
-    def of(self, blocks: int) -> "Tiers":
+    @property
+    def all_blocks(self) -> int:
+        """vLLM's blocks, wherever they are."""
+        return self.blocks + self.other_blocks
+
+    def of(self, all_blocks: int) -> "Tiers":
         """The same division with fewer blocks, if another worker has less room."""
+        blocks = all_blocks - self.other_blocks
         growing = {name: getattr(self, name) for name in ("home", "dense", "index", "books")}
         return replace(
             self,
@@ -264,6 +285,7 @@ class _Plan:
         return Tiers(
             seats=seats,
             blocks=blocks,
+            other_blocks=self._others(seats),
             slots=slots,
             home=blocks * self._block_bytes,
             streams_dense=self.streams_dense,
@@ -273,6 +295,7 @@ class _Plan:
             staging=self.staging,
             open_pages=cache.open_bytes(config, seats),
             recall_cache=sum(slots) * self._slot_bytes,
+            others=self._others(seats) * cache.other_bytes,
         )
 
     @property
@@ -302,7 +325,7 @@ class _Plan:
     def _wanted(self, seats: int) -> int:
         """Blocks of a home for ``seats`` requests, as far as the disk has room; or the user's."""
         if self.fixed_blocks is not None:
-            return self.fixed_blocks
+            return self.fixed_blocks - self._others(seats)
         if self.config.home_bytes is not None:
             return self.config.home_bytes // self._block_bytes
         wanted = self.cache.blocks_for(seats)
@@ -310,6 +333,10 @@ class _Plan:
             return wanted
         share, whole = (int(s * self.disk) // self._block_bytes for s in (DISK_SHARE, 1))
         return min(wanted, max(share, min(self.cache.blocks_for(1), whole)))
+
+    def _others(self, seats: int) -> int:
+        """Blocks of other groups."""
+        return KEPT * seats * self.cache.other_blocks
 
     def _units(self, blocks: int) -> int:
         """(page, KV head) units of a layer."""
@@ -333,7 +360,8 @@ class _Plan:
 
     def _beside(self, seats: int) -> int:
         """Bytes of fast memory that are neither slots nor in proportion to the home."""
-        return self.staging + self.cache.open_bytes(self.config, seats)
+        others = self._others(seats) * self.cache.other_bytes
+        return self.staging + self.cache.open_bytes(self.config, seats) + others
 
     def _home_share(self, seats: int) -> int:
         """Bytes of fast memory that the home has before requests have slots."""
@@ -411,14 +439,16 @@ class _Plan:
                 given = f"kv_retrieval.home_bytes={config.home_bytes}"
                 remedy = f"Raise home_bytes to {need} at least"
             if self.fixed_blocks is not None:
-                given = f"--num-gpu-blocks-override {blocks}"
-                remedy = f"Raise --num-gpu-blocks-override to {least} at least"
+                given = f"--num-gpu-blocks-override {self.fixed_blocks}"
+                fewest = least + self._others(1)
+                remedy = f"Raise --num-gpu-blocks-override to {fewest} at least"
             raise RetrievalConfigError(
                 f"{given}: one request of max_model_len={cache.max_model_len} needs "
                 f"{format_gib(need)} GiB. {remedy}, or lower --max-model-len."
             )
         opened = cache.open_bytes(config, 1)
         parts = self._growing(blocks) | {"staging": self.staging, "open pages": opened}
+        parts["windows and states"] = self._others(1) * cache.other_bytes
         left = self.fast - sum(parts.values())
         taken = ", ".join(f"{name} {format_gib(size)}" for name, size in parts.items() if size)
         taken = f"of {format_gib(self.fast)} GiB for the KV cache, what comes first ({taken}) "

@@ -24,7 +24,9 @@ class Choosers:
         self._planner, self._requests = planner, requests
         self._for_chunks: dict[Any, Selection] = {}  # by the shape of layers, which share it
 
-    def of(self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str) -> list[Chooser]:
+    def of(
+        self, name: str, impl: Any, kv_cache: torch.Tensor, layout: str, owner: Any = None
+    ) -> list[Chooser]:
         """How a layer selects, by the number of the method.
 
         Args:
@@ -32,6 +34,7 @@ class Choosers:
             impl: The layer's attention.
             kv_cache: [pages, kv_heads, page_size, 2 * head_size].
             layout: How that lays out keys.
+            owner: The attention of the layer whose cache this one reads; None: it has its own.
         """
         config, requests = self._planner.retrieval_config, self._requests
         heads = self._planner.retrieval_heads[name]
@@ -46,7 +49,10 @@ class Choosers:
             counts=None if requests.selected is None else requests.selected[:, heads],
         )
         readable = layout in cpu.LAYOUTS
-        return layer_choosers(config, selection, kv_cache, layout, impl.scale, readable=readable)
+        of_owner = () if owner is None else owner.choosers
+        return layer_choosers(
+            config, selection, kv_cache, layout, impl.scale, readable=readable, owner=of_owner
+        )
 
     def for_chunks(self, name: str, impl: Any, dtype: torch.dtype) -> ChunkSelection | None:
         """What a layer selects with for chunks of prompts; None: these select no pages.

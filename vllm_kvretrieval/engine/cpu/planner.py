@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.refusals import Choice, choose_attention
 from vllm_kvretrieval.attention.cpu.staging import blocks_for
+from vllm_kvretrieval.engine.block_pools import Split
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.engine.memory import (
     bytes_per_block,
@@ -32,8 +33,10 @@ from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers, retrieving_layers
+from vllm_kvretrieval.retrieval.needs import SHARED_KV
 from vllm_kvretrieval.retrieval.roles import Role, stage_roles
 from vllm_kvretrieval.retrieval.shares import own_heads
+from vllm_kvretrieval.storage.allocation import home_groups
 from vllm_kvretrieval.storage.base import StorageFacts
 from vllm_kvretrieval.storage.registry import slow_kind
 from vllm_kvretrieval.storage.tier_sizes import Cache, Tiers
@@ -57,6 +60,8 @@ class Planner:
 
     Attributes:
         tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
+        homes: Numbers of vLLM's groups of layers in it; none without one.
+        names_at_home: Names of the layers of these groups.
         stored: The store that holds the slow home; None without one.
     """
 
@@ -73,6 +78,9 @@ class Planner:
         self.parallel_config = vllm_config.parallel_config
         self.scheduler_config = vllm_config.scheduler_config
         self.tiers: Tiers | None = None
+        self.homes: tuple[int, ...] = ()
+        self.names_at_home: list[str] = []
+        self._home_block = 0
         self.stored: WorkerStore | None = None
 
     def divide(self, available: int) -> int:
@@ -92,13 +100,13 @@ class Planner:
         check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
         staging, scratch = self.staging_bytes(), self._scratch_bytes()
         self.tiers = self.plan_tiers(available - scratch, staging)
-        if self.tiers is not None:
-            return self.tiers.blocks * sum(spec.page_size_bytes for spec in specs.values())
         if not specs:
             return available  # a stage of a pipeline without attention
         block, index = bytes_per_block(
             self.vllm_config, specs, self.retrieval_config, self.retrieving
         )
+        if self.tiers is not None:
+            return self.tiers.all_blocks * block
         if self.cache_config.kv_cache_memory_bytes is None:
             available = (available - staging - scratch) * block // (block + index)
         else:
@@ -129,7 +137,20 @@ class Planner:
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
         if cache is None:
             return None
+        if self.owners:
+            methods, named = config.methods.values(), f"home={config.home!r} of layers whose keys "
+            served = all(map(SHARED_KV.serves, methods)) and config.encoding is None
+            if config.home == "auto" and not served:
+                return None
+            SHARED_KV.check(methods, named + "others read")
+            if config.encoding is not None:
+                raise RetrievalConfigError(
+                    f"kv_retrieval.codec={config.codec} encodes pages once their own layer has "
+                    f"attended to them, and other layers of {self.model_config.model} read them "
+                    "later in a step (cross-layer KV sharing). Use codec=raw, or home=device."
+                )
         cache = replace(cache, attended=self._attended(cache.kv_heads))
+        self._home_block = cache.block_size
         if config.home == "auto" and cache.fits_in(fast - staging, config):
             return None
         try:
@@ -165,12 +186,6 @@ class Planner:
         """
         config, directory = self.retrieval_config, self.retrieval_config.store
         assert directory is not None
-        if self.mixed and config.slow_home:
-            raise RetrievalConfigError(
-                f"kv_retrieval.store={directory!r} with home={config.home} keeps blocks of full "
-                f"attention, and {self.model_config.model} has layers of other kinds, too. Use "
-                "home=device, or leave the store out."
-            )
         if len(hashes) != 1:
             load_format = self.vllm_config.load_config.load_format
             raise RetrievalConfigError(
@@ -192,12 +207,37 @@ class Planner:
     def storage_facts(self) -> StorageFacts:
         """What the worker's storage is made for."""
         tiers, stored = self.tiers, self.stored
-        names, size = [*self.retrieval_heads], self.cache_config.block_size
+        facts = StorageFacts(self.own_layers, tiers, self.block_size, groups=self.homes)
         if tiers is None or stored is None:
-            return StorageFacts(names, tiers, size)
-        return StorageFacts(
-            names, tiers, size, lambda layers: stored.file(geometry_of(tiers, layers))
-        )
+            return facts
+        return replace(facts, stored=lambda layers: stored.file(geometry_of(tiers, layers)))
+
+    def fit(self, kv_cache_config: Any) -> None:
+        """Take what vLLM has decided: the number of blocks, and the groups of layers."""
+        if self.tiers is None:
+            return
+        self.tiers = self.tiers.of(kv_cache_config.num_blocks)
+        self.homes = home_groups(kv_cache_config, self.retrieval_heads)
+        groups = [kv_cache_config.kv_cache_groups[home] for home in self.homes]
+        self.names_at_home = [name for group in groups for name in group.layer_names]
+
+    @property
+    def split(self) -> Split | None:
+        """The division of vLLM's blocks, if not all groups of layers lie in home."""
+        if self.tiers is None or not self.tiers.other_blocks:
+            return None
+        return Split(self.homes, self.tiers.blocks, self.tiers.other_blocks)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the retrieval layers; with a slow home, vLLM's groups may differ."""
+        return self.cache_config.block_size if self.tiers is None else self._home_block
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the retrieval layers."""
+        blocks = self.cache_config.num_gpu_blocks
+        return blocks if self.tiers is None else self.tiers.blocks
 
     @functools.cached_property
     def mixed(self) -> bool:
@@ -211,10 +251,23 @@ class Planner:
         return requests_at_once(self.vllm_config) if self.tiers is None else self.tiers.seats
 
     @functools.cached_property
+    def owners(self) -> dict[str, str]:
+        """Layers that read the cache of another layer (cross-layer KV sharing), and that layer."""
+        layers = self.vllm_config.compilation_config.static_forward_context.items()
+        read = ((n, getattr(layer, "kv_sharing_target_layer_name", None)) for n, layer in layers)
+        return {name: owner for name, owner in read if owner is not None}
+
+    @functools.cached_property
+    def layer_specs(self) -> dict[str, Any]:
+        """vLLM's KV cache specs of all layers, those that read another one's cache included."""
+        specs = self.get_kv_cache_spec()
+        return specs | {name: specs[owner] for name, owner in self.owners.items()}
+
+    @functools.cached_property
     def retrieval_heads(self) -> dict[str, slice]:
         """The places of a layer's KV heads among those of all retrieval layers, layer after
         layer."""
-        specs = self.get_kv_cache_spec()
+        specs = self.layer_specs
         heads, first = dict[str, slice](), 0
         for name in self.retrieving(self.layer_numbers):
             heads[name] = slice(first, first + specs[name].num_kv_heads)
@@ -300,8 +353,20 @@ class Planner:
         return [count * part[1] for count in own], part
 
     def _attended(self, kv_heads: int) -> tuple[int, ...]:
-        """The most that a request attends to in each retrieval layer; see ``Cache.attended``."""
-        return tuple(self.room.attended.reshape(-1, kv_heads).sum(1).tolist())
+        """The most that a request attends to in each retrieval layer; see ``Cache.attended``.
+
+        Layers that read another one's cache attend to the same slots.
+        """
+        counts = self.room.attended.reshape(-1, kv_heads).sum(1).tolist()
+        attended = dict.fromkeys(self.own_layers, 0)
+        for name, count in zip(self.retrieval_heads, counts, strict=True):
+            attended[self.owners.get(name, name)] += count
+        return tuple(attended.values())
+
+    @property
+    def own_layers(self) -> list[str]:
+        """The retrieval layers that have a cache of their own."""
+        return [name for name in self.retrieval_heads if name not in self.owners]
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
@@ -317,13 +382,14 @@ class Planner:
     @functools.cached_property
     def layer_numbers(self) -> dict[str, int]:
         """The numbers in the model of the layers with plain full attention, rising."""
-        return number_layers(self.vllm_config, self.get_kv_cache_spec(), self.retrieval_config)
+        return number_layers(self.vllm_config, self.layer_specs, self.retrieval_config)
 
     def retrieving(self, names: Iterable[str]) -> list[str]:
         """Layers that attend to parts of long contexts."""
         numbers, dense_layers = self.layer_numbers, self.retrieval_config.dense_layers
         found = {*retrieving_layers(numbers.values(), self.roles, dense_layers)}
-        return [name for name in names if numbers.get(name) in found]
+        owner = self.owners.get
+        return [n for n in names if {numbers.get(n), numbers.get(owner(n, n))} <= found]
 
     @property
     def most_chunks(self) -> int:

@@ -80,7 +80,7 @@ def log_start(
             directory_for(config.home_directory),
             format_gib(tiers.home),
             config.codec,
-            (tiers.blocks - 1) * planner.cache_config.block_size,
+            (tiers.blocks - 1) * planner.block_size,
             format_gib(tiers.index + tiers.books),
             "none (they are read from home at every step)"
             if tiers.streams_dense
@@ -95,6 +95,13 @@ def log_start(
             "tokens of KV heads" if config.token_major else "slots",
             tiers.seats,
         )
+        if tiers.other_blocks:
+            logger.info(
+                "Layers with sliding windows or recurrent states stay in fast memory: %s GiB for "
+                "%d blocks, half of them for contexts that the prefix cache keeps.",
+                format_gib(tiers.others),
+                tiers.other_blocks,
+            )
     elif config.home == "auto":
         given = [k for k in ("home_bytes", "home_path", "recall_cache_bytes") if getattr(config, k)]
         given += [] if config.encoding is None else ["codec"]

@@ -41,7 +41,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.quantization.kernels import offer_kernels
 from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
-from vllm_kvretrieval.storage.allocation import move_kv_cache, shared_memory
+from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
 from vllm_kvretrieval.storage.memory import Memory
@@ -131,15 +131,23 @@ class RetrievalCPUWorker(CPUWorker):
         runner = self.model_runner
         allocated = compat.one_block(self.vllm_config, kv_cache_config)
         type(runner).initialize_kv_cache(runner, allocated, **options)
-        (tensor,) = kv_cache_config.kv_cache_tensors
-        memories = self.storage.allocate(tensor.layers, tensor.layer_stride)
-        move_kv_cache(runner, kv_cache_config, self.retrieval_config.page_size, memories)
+        blocks, homes = self.planner.blocks, self.planner.homes
+        names, block_bytes = layers_at_home(kv_cache_config, homes)
+        memories = self.storage.allocate(names, blocks * block_bytes)
+        move_kv_cache(runner, kv_cache_config, homes, blocks, memories)
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks."""
+        """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks.
+
+        Those in home need none: they never hold anything but keys and values of its layers.
+        """
         layers = self.vllm_config.compilation_config.static_forward_context
-        for group in self.model_runner.kv_cache_config.kv_cache_groups:
-            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        for number, group in enumerate(groups):
+            if (
+                isinstance(group.kv_cache_spec, FullAttentionSpec)
+                and number not in self.planner.homes
+            ):
                 for name in group.layer_names:
                     pages = layers[name].kv_cache
                     pages.unflatten(0, (self.cache_config.num_gpu_blocks, -1))[block_ids] = 0
@@ -151,13 +159,11 @@ class RetrievalCPUWorker(CPUWorker):
 
     def _initialize(self, kv_cache_config: Any) -> None:
         config, planner = self.retrieval_config, self.planner
-        if planner.tiers is not None:
-            planner.tiers = planner.tiers.of(kv_cache_config.num_blocks)
+        planner.fit(kv_cache_config)
         self.storage = make_storage(config, planner.storage_facts())
         if self.storage.allocates:
             self.model_runner.initialize_kv_cache = self._allocate_kv_cache
-        if not compat.is_v2(self.model_runner):
-            self.model_runner._zero_block_ids = self._zero_blocks
+        compat.zero_by(self.model_runner, self._zero_blocks, planner.tiers is not None)
         super().initialize_from_config(kv_cache_config)
         self._use_huge_pages()
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -168,7 +174,7 @@ class RetrievalCPUWorker(CPUWorker):
         foreign = has_foreign_connector(self.vllm_config)
         check_reading(planner, isas, foreign)
         heads = sum(impl.num_kv_heads for impl in impls)
-        full = sum(type(s) is FullAttentionSpec for s in self.get_kv_cache_spec().values())
+        full = sum(type(s) is FullAttentionSpec for s in planner.layer_specs.values())
         dense_share = 1 - len(impls) / full if full else 0.0
         if config.memory_fraction is not None:
             config.budget_of_share(0, dense_share, config.method)  # refuses what cannot be
@@ -216,10 +222,16 @@ class RetrievalCPUWorker(CPUWorker):
         self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
-            self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
+            others: list[torch.Tensor] = []
+            if planner.split is not None:
+                cache, at_home = self.model_runner.kv_cache_config, planner.names_at_home
+                others = [*shared_memory(cache, layers, at_home)]
+            caches, pages = storage.encoded_pages, storage.block_pages
+            self.stored.attach(beside, storage.lost, caches, pages, others)
         if self._connected:
             store, lost = self.stored and self.stored.name, self.storage.lost.take
-            get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store)
+            split = self.planner.split
+            get_kv_transfer_group().report(planner.seats, lost, self._take_stats, store, split)
         log_start(planner, [*self.retrieval_layers.values()], len(layers))
 
     def _groups(self) -> list[Group]:
@@ -255,15 +267,16 @@ class RetrievalCPUWorker(CPUWorker):
 
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
         """What fast memory has of each block: layers and page indexes, uint8 [blocks, n]."""
-        blocks = self.cache_config.num_gpu_blocks
-        if self.planner.mixed:
+        planner = self.planner
+        blocks = planner.blocks
+        if planner.mixed and planner.tiers is None:
             yield from shared_memory(self.model_runner.kv_cache_config, layers)
         else:
-            for name in self.planner.layer_numbers:
-                if name not in self.storage.slow_layers:
+            for name in planner.layer_numbers:
+                if name not in (*self.storage.slow_layers, *planner.owners):
                     yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
-        for impl in self.retrieval_layers.values():
-            for index in impl.indexes:
+        for name in planner.own_layers:
+            for index in self.retrieval_layers[name].indexes:
                 yield index.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:
@@ -291,8 +304,10 @@ class RetrievalCPUWorker(CPUWorker):
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE)."
             )
         assert self.requests is not None
-        choosers = self.choosers.of(name, impl, kv_cache, layout)
-        storage = self.storage.layer(LayerCache(name, kv_cache, layout, cpu, self.requests.recalls))
+        owner = self.retrieval_layers.get(planner.owners.get(name, ""))
+        choosers = self.choosers.of(name, impl, kv_cache, layout, owner)
+        cache = LayerCache(name, kv_cache, layout, cpu, self.requests.recalls)
+        storage = self.storage.layer(cache) if owner is None else owner.storage
         number = [*planner.retrieval_heads].index(name)
         chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
         facts = LayerFacts(
@@ -368,7 +383,7 @@ class RetrievalCPUWorker(CPUWorker):
             self.drafter.begin_step(scheduler_output.scheduled_spec_decode_tokens, finished)
         self.storage.begin_step(scheduler_output)
         self._begin_stored(scheduler_output)
-        self._copy_index(scheduler_output.kv_cache_block_copies)
+        self._copy_blocks(scheduler_output)
         if self.requests.loaded is not None:
             self.requests.loaded.begin_step(getattr(scheduler_output, FIELD, ()))
         output = self._compute(scheduler_output)
@@ -448,15 +463,23 @@ class RetrievalCPUWorker(CPUWorker):
         sources = self.requests.sources
         return None if sources is None else sources.told(request_id)
 
-    def _copy_index(self, copies: Any) -> None:
-        """Copy index entries with the blocks that vLLM copies on write."""
-        if not copies:
+    def _copy_blocks(self, scheduler_output: Any) -> None:
+        """Copy what vLLM does not, of the blocks that it copies on write: index entries, and home's
+        layers where the other groups have blocks of their own."""
+        copies = scheduler_output.kv_cache_block_copies or ()
+        known = [pair for pair in copies if pair[1] < self.planner.blocks]
+        if not known:
             return
-        source, target = torch.tensor(copies).unbind(1)
-        for impl in self.retrieval_layers.values():
-            for index in impl.indexes:
-                blocks = index.records.view(self.cache_config.num_gpu_blocks, -1)
-                blocks[target] = blocks[source]
+        parts = [index.records for i in self.retrieval_layers.values() for index in i.indexes]
+        if self.planner.split is not None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            parts += [layers[name].kv_cache for name in self.planner.names_at_home]
+            others = [pair for pair in copies if pair[1] >= self.planner.blocks]
+            scheduler_output.kv_cache_block_copies = others or None
+        source, target = torch.tensor(known).unbind(1)
+        for part in parts:
+            blocks = part.view(self.planner.blocks, -1)
+            blocks[target] = blocks[source]
 
     def store_name(self) -> str | None:
         """The name of the worker's store; None without one."""

@@ -24,7 +24,7 @@ from vllm_kvretrieval.engine.memory import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.storage.allocation import move_kv_cache
+from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache
 from vllm_kvretrieval.storage.tier_sizes import Cache
 from vllm_kvretrieval.system_limits import available_memory
 
@@ -64,6 +64,13 @@ def plan_tiers(
     if not retrieving(specs) and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return None  # a stage of dense layers
     cache = cache_with_slow_home(vllm_config, specs, config, retrieving, RECORD_ALIGNMENT)
+    if cache is not None and cache.other_blocks:
+        if config.home != "auto":
+            raise RetrievalConfigError(
+                f"kv_retrieval.home={config.home} does not serve models with sliding windows or "
+                f"recurrent states yet, such as {vllm_config.model_config.model}. Use home=device."
+            )
+        cache = None
     if cache is None or (config.home == "auto" and cache.fits_in(device, config)):
         return None
     try:
@@ -113,9 +120,10 @@ def move_home(
         at_home: Names of the layers in host memory, in the order of the model.
         map_home: Makes the host memory.
     """
-    (tensor,) = kv_cache_config.kv_cache_tensors
-    dense = [name for name in tensor.layers if name not in at_home]
-    began, nbytes = time.monotonic(), len(at_home) * tensor.layer_stride
+    blocks = kv_cache_config.num_blocks
+    names, block_bytes = layers_at_home(kv_cache_config, (0,))
+    dense = [name for name in names if name not in at_home]
+    began, nbytes = time.monotonic(), len(at_home) * blocks * block_bytes
     home = map_home(nbytes, runner.device).view(torch.int8)
     seconds = time.monotonic() - began
     logger.info(
@@ -124,9 +132,9 @@ def move_home(
         seconds,
         nbytes / 2**30 / max(seconds, 1e-9),
     )
-    memory = torch.zeros(len(dense) * tensor.layer_stride, dtype=torch.int8, device=runner.device)
+    memory = torch.zeros(len(dense) * blocks * block_bytes, dtype=torch.int8, device=runner.device)
     places = (dense, memory), (at_home, home)
-    kv_caches = move_kv_cache(runner, kv_cache_config, runner.kernel_block_sizes[0], places)
+    kv_caches = move_kv_cache(runner, kv_cache_config, (0,), blocks, places)
     if has_kv_transfer_group():  # the connector knows only the small cache
         get_kv_transfer_group().register_kv_caches(kv_caches)
 

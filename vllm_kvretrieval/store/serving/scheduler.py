@@ -418,7 +418,7 @@ class SchedulerStore:
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Follow a step that has been scheduled, before any of its blocks is offered."""
-        by_group = allotted_blocks(scheduler_output, self._sizes)
+        by_group = allotted_blocks(scheduler_output, dict(enumerate(self._sizes)))
         of_first = by_group[self._numbers[0]][0]
         shared, new = set[int](), set[int]()
         for computed, written in by_group:

@@ -213,15 +213,15 @@ class WorkerStore:
         given = f"--num-gpu-blocks-override {wanted}"
         if wanted is None and config.home_bytes is not None:
             sizes = self._store.geometry
-            wanted = config.home_bytes // (sizes.layers * sizes.layer_block_bytes)
+            wanted = config.home_bytes // (sizes.layers * sizes.layer_block_bytes) + sizes.others
             given = f"kv_retrieval.home_bytes={config.home_bytes} ({wanted} blocks)"
         self._check_blocks(wanted, given)
         assert self.blocks is not None
-        if self.blocks < cache.blocks_for(1):
+        if self._store.geometry.blocks < cache.blocks_for(1):
             raise RetrievalConfigError(
                 f"--max-model-len {cache.max_model_len}: one request needs {cache.blocks_for(1)} "
-                f"blocks, and the store {self._store.folder.path} has {self.blocks}. Lower it, or "
-                f"remove the store ({self._removal})."
+                f"blocks, and the store {self._store.folder.path} has "
+                f"{self._store.geometry.blocks}. Lower it, or remove the store ({self._removal})."
             )
         return self.blocks
 
@@ -440,6 +440,8 @@ def geometry_of(tiers: Tiers, layers: int) -> Geometry:
         layers=layers,
         layer_block_bytes=tiers.home // layers // tiers.blocks,
         side_bytes=(tiers.dense + tiers.index) // tiers.blocks,
+        others=tiers.other_blocks,
+        other_bytes=tiers.others // tiers.other_blocks if tiers.other_blocks else 0,
     )
 
 
