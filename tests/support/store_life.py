@@ -126,6 +126,7 @@ class Life:
         """Change the bytes of a block that has been stored."""
         self.settle()
         self.write(block, b"?" * len(written(b"", 0)))
+        self.store.write_side(block, [b"?" * self.geometry.beside(block)[1]])
 
     def change(self, action, key):
         """Ask the server for a change, as others do."""
