@@ -185,10 +185,11 @@ def zero_by(runner: Any, zero: Callable[[list[int]], None], replaced: bool) -> N
         replaced: Whether the runner's cache is replaced, and layers differ in blocks; its V1 runner
             takes pages for blocks in any case.
     """
+    if replaced:
+        runner._init_kv_zero_meta = lambda: None
     if not is_v2(runner):
         runner._zero_block_ids = zero
     elif replaced:
-        runner._init_kv_zero_meta = lambda: None
         runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=zero, warmup=lambda blocks: None)
 
 

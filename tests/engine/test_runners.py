@@ -38,10 +38,12 @@ HOUSES: dict[str, dict[str, Any]] = {
     "file": FILE,
     "encoded": FILE | {"codec": "k8v4", "streaming_attention": True},
     "sliding windows": BUDGET | {"also": ["kvretrieval", "snapkv"]},
+    "windows and a file": FILE,
 }
-BLOCKS = {"sliding windows": 40}
-"""Of a cache whose kinds of layers have their own blocks. Nobody is preempted there: with room for
-one request of the greatest length there is room for three of the long ones."""
+BLOCKS = {"sliding windows": 40, "windows and a file": 26 + 2 * 4 * (16 + 7)}
+"""Of a cache whose kinds of layers have their own blocks. In memory nobody is preempted: with room
+for one request of the greatest length there is room for three of the long ones. In a file, 26 lie
+there; the others are twice those of four requests in the dense layer and in windows."""
 SLOW = pytest.mark.slow
 MODULES = {"v1": "vllm.v1.worker.cpu_model_runner", "v2": "vllm.v1.worker.cpu.model_runner"}
 MEMORY = OPTIONS | {"additional_config": {"kv_retrieval": HOUSES["memory"]}}
@@ -114,7 +116,7 @@ class Served:
 
 def model_of(house, path):
     """A model for an engine, saved at a path: a small Llama, or Gemma 3."""
-    if house == "sliding windows":
+    if house in BLOCKS:
         device_models.make(device_models.windows, path)
         return str(path)
     return random_llama(path, layers=3, kv_heads=2)
@@ -146,7 +148,7 @@ def test_the_parts_are_what_they_are_meant_to_be(served):
     shorter = 0 if served.house == "sliding windows" else 128
     assert [answer.cached for answer in answers["again"][1:]] == [192, shorter]
     _, preempted = answers["outgrowing"]
-    assert bool(preempted) == (served.house not in BLOCKS)
+    assert bool(preempted) == (served.house != "sliding windows")
     assert len(answers["session"]) == 3
     assert answers["left"] <= 1, "no request has kept its seat"
 

@@ -44,6 +44,10 @@ RETRIEVING = {
     "qwen3_next": [1, 3],
 }
 """The layers that retrieve."""
+ROUNDING = {"gpt_oss": 1e-3}
+"""Tolerance of log-probs; 1e-4 for others. Experts get the tokens of a batch in other shares."""
+UNCACHED = {"granite", "nemotron"}
+"""VLLM's state-space kernels for CPUs fail on prompts of several chunks with the prefix cache."""
 OWN = {"gemma4_shared": [1, 3]}
 """Those that have keys and values of their own, where others read them."""
 
@@ -87,13 +91,15 @@ def model(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def stock(model):
     """The answers of vLLM without retrieval, and without the kernel that rotates wrongly."""
-    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **OPTIONS) as llm:
+    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
+    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **options) as llm:
         return drive(llm, crowd()), drive(llm, long()), ask(llm)
 
 
 def retrieving(model, **home):
-    options = {"kv_retrieval": {"budget": BUDGET, "max_budget": 2048} | home}
-    return engine(model[1], attention_backend="freekv", additional_config=options, **OPTIONS)
+    retrieval = {"kv_retrieval": {"budget": BUDGET, "max_budget": 2048} | home}
+    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
+    return engine(model[1], attention_backend="freekv", additional_config=retrieval, **options)
 
 
 @pytest.fixture(scope="module")
@@ -153,39 +159,40 @@ def test_where_layers_lie(llm, model):
         assert len(free) == (split.blocks - 1 if home else split.others)
 
 
-def test_short_contexts_are_answered_as_by_stock_vllm(llm, stock):
+def test_short_contexts_are_answered_as_by_stock_vllm(llm, model, stock):
     for answer, expected in zip(drive(llm, crowd({})), stock[0], strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
+        assert_same(answer, expected, tolerance=ROUNDING.get(model[0], 1e-4))
 
 
 @pytest.mark.parametrize("options", [{"exact": True}, {"budget": 2048}], ids=str)
-def test_whole_contexts_are_answered_as_by_stock_vllm(llm, stock, options):
+def test_whole_contexts_are_answered_as_by_stock_vllm(llm, model, stock, options):
     """Read in place, or in slots."""
     for answer, expected in zip(drive(llm, long(options)), stock[1], strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
+        assert_same(answer, expected, tolerance=ROUNDING.get(model[0], 1e-4))
 
 
-def test_same_answers_as_in_memory(llm, in_memory, stock):
+def test_same_answers_as_in_memory(llm, model, in_memory, stock):
     """And others than stock's: what is attended to is selected."""
     answers = drive(llm, long({}))
     for answer, expected, whole in zip(answers, in_memory, stock[1], strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
+        assert_same(answer, expected, tolerance=ROUNDING.get(model[0], 1e-4))
         assert answer.logprobs[1:] != pytest.approx(whole.logprobs[1:], abs=1e-3)
 
 
-def test_every_question_finds_the_document(llm, stock):
+def test_every_question_finds_the_document(llm, model, stock):
     """The second one, too, and a next turn finds the last answer."""
     answers = ask(llm, {"exact": True})
     for answer, expected in zip(answers, stock[2], strict=True):
-        assert_same(answer, expected, tolerance=1e-4)
+        assert_same(answer, expected, tolerance=ROUNDING.get(model[0], 1e-4))
     size = max(
         m.block_size for m in scheduler(llm).kv_cache_manager.coordinator.single_type_managers
     )
     whole = 700 // size * size
-    assert [answer.cached for answer in answers] == [0, whole, whole, 868 // size * size]
+    expected = [0, whole, whole, 868 // size * size]
+    assert [answer.cached for answer in answers] == ([0] * 4 if model[0] in UNCACHED else expected)
 
 
-def test_a_preempted_request_goes_on(llm, monkeypatch):
+def test_a_preempted_request_goes_on(llm, model, monkeypatch):
     requests = [Request(prompt(n, n), 40, {}) for n in (1011, 1010, 950)]
     alone = [drive(llm, [request])[0] for request in requests]
     preempted = preemptions(llm, monkeypatch)
@@ -194,16 +201,17 @@ def test_a_preempted_request_goes_on(llm, monkeypatch):
     assert preempted
     for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if str(number) in {name.split("-")[0] for name in preempted}:
-            assert_resumed(llm, request, answer, alone[number], 1e-4)
+            assert_resumed(llm, request, answer, alone[number], ROUNDING.get(model[0], 1e-4))
         else:
-            assert_same(answer, alone[number], tolerance=1e-4)
+            assert_same(answer, alone[number], tolerance=ROUNDING.get(model[0], 1e-4))
 
 
 def test_blocks_that_home_has_lost(llm):
     """The request that holds them fails, and others go on."""
 
     def lose(worker, block):
-        worker.storage.lost.add({block})
+        lost = [{block * worker.storage.block_pages}]
+        worker.storage.home.take_lost = lambda page_bytes: lost.pop() if lost else set()
 
     core, requests = llm.llm_engine, {"lost": prompt(600, 70), "other": prompt(40, 71)}
     for name, ids in requests.items():

@@ -67,10 +67,8 @@ def _count_apart(coordinator: Any, pool: Any, managers: Collection[Any]) -> None
     needed = list[int]()
     for manager in managers:
         manager.get_num_blocks_to_allocate = _noting(manager.get_num_blocks_to_allocate, needed)
-    of_all, too_many = (
-        coordinator.get_num_blocks_to_allocate,
-        coordinator.block_pool.num_gpu_blocks + 1,
-    )
+    of_all = coordinator.get_num_blocks_to_allocate
+    too_many = coordinator.block_pool.num_gpu_blocks + 1
 
     def of_home(*args: Any, **options: Any) -> int:
         needed.clear()

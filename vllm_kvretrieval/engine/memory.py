@@ -107,14 +107,17 @@ def cache_with_slow_home(
     kinds = {type(specs[name]) for group in homes for name in group.layer_names}
     alike = all(group.kv_cache_spec == homes[0].kv_cache_spec for group in homes)
     alike &= len(homes) == 1 or config.encoding is None
+    # vLLM makes the groups of a pipeline by the layers of all its stages.
+    alike &= len(groups) == 1 or vllm_config.parallel_config.pipeline_parallel_size == 1
     if kinds != {FullAttentionSpec} or not alike or _varies(homes[0]):
         if config.home == "auto":
             return None
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} serves models whose layers with full attention are "
             f"alike, and some of them behind dense_layers={config.dense_layers}, where vLLM keeps "
-            f"them in a group of their own; {vllm_config.model_config.model} is none. Leave "
-            "--disable-hybrid-kv-cache-manager out, or use home=device."
+            f"them in a group of their own; {vllm_config.model_config.model} is none here. Leave "
+            "--disable-hybrid-kv-cache-manager, --pipeline-parallel-size and codec out, or use "
+            "home=device."
         )
     spec, others = homes[0].kv_cache_spec, [group for group in groups if group not in homes]
     return Cache(

@@ -105,7 +105,11 @@ class RetrievalScheduler(ChunkScheduler):
         self.max_num_running_reqs = min(self.max_num_running_reqs, seats)
         self.max_num_active_reqs = min(wanted, seats)
         pool = self.kv_cache_manager.block_pool
-        tokens = (pool.num_gpu_blocks - 1) * self.block_size
+        tokens = (
+            (pool.num_gpu_blocks - 1)
+            // len(self._homes)
+            * self._managers[self._homes[0]].block_size
+        )
         if seats >= wanted:
             logger.info("KV retrieval: %d requests at once, %d tokens of home.", wanted, tokens)
             return

@@ -77,10 +77,8 @@ def move_kv_cache(
     Returns:
         The layers' caches by name.
     """
-    layout, page_sizes = (
-        runner.cache_config.get_resolved_kv_cache_layout(),
-        kernel_block_sizes(runner),
-    )
+    layout = runner.cache_config.get_resolved_kv_cache_layout()
+    page_sizes = kernel_block_sizes(runner)
     # Layers that read the cache of others are in the runner's groups alone.
     groups = runner.kv_cache_config.kv_cache_groups
     runner.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)

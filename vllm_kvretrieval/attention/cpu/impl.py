@@ -248,8 +248,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         part: Prefill,
         output: torch.Tensor,
@@ -263,7 +263,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         if isinstance(part.by, PromptLists):
             self._attend_to_prompts(layer, query, context, part, output)
         else:
-            super().forward(layer, query[new], key[new], value[new], context, part.by, output[new])
+            if key is not None and value is not None:  # else another layer has written them
+                key, value = key[new], value[new]
+            super().forward(layer, query[new], key, value, context, part.by, output[new])
 
     def _attend_to_prompts(
         self,

@@ -22,6 +22,7 @@ from vllm_kvretrieval.engine.memory import (
     cache_with_slow_home,
     check_retrieving,
     check_scheduler_knows,
+    least_of_workers,
     requests_at_once,
     workers_here,
 )
@@ -216,7 +217,8 @@ class Planner:
         """Take what vLLM has decided: the number of blocks, and the groups of layers."""
         if self.tiers is None:
             return
-        self.tiers = self.tiers.of(kv_cache_config.num_blocks)
+        others = least_of_workers(self.tiers.other_blocks)  # all have to divide the blocks alike
+        self.tiers = replace(self.tiers, other_blocks=others).of(kv_cache_config.num_blocks)
         self.homes = home_groups(kv_cache_config, self.retrieval_heads)
         groups = [kv_cache_config.kv_cache_groups[home] for home in self.homes]
         self.names_at_home = [name for group in groups for name in group.layer_names]

@@ -80,7 +80,7 @@ def log_start(
             directory_for(config.home_directory),
             format_gib(tiers.home),
             config.codec,
-            (tiers.blocks - 1) * planner.block_size,
+            (tiers.blocks - 1) // len(planner.homes) * planner.block_size,
             format_gib(tiers.index + tiers.books),
             "none (they are read from home at every step)"
             if tiers.streams_dense
