@@ -88,6 +88,7 @@ class RetrievalScheduler(ChunkScheduler):
         # The step being scheduled, and how many of the running requests have provisional notes.
         self._looked_at = (0, 0)
         self._store: SchedulerStore | None = None
+        self._homes = tuple(range(len(self._managers)))  # groups of layers in a slow home
         self._output: Any = None  # of the workers, while it is taken up
         if isinstance(self.connector, RetrievalConnector):
             self.connector.limit_by(self._limit)
@@ -125,6 +126,7 @@ class RetrievalScheduler(ChunkScheduler):
 
     def _divide(self, split: Split) -> None:
         """Give groups of layers that do not lie in the slow home blocks of their own."""
+        self._homes = split.homes
         divide(self.kv_cache_manager.coordinator, split)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
