@@ -40,7 +40,7 @@ INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cu
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel wheels check-wheels docs lint-workflows model test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows notebook model test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -53,6 +53,7 @@ help:
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make docs    the pages of documentation, in build/site"
+	@echo "make notebook  run examples/compare.ipynb, and keep what its cells give"
 	@echo "make lint-workflows  check the workflows and forms of a public host, and CITATION.cff"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU (CALLS=day: nine minutes of it)"
@@ -117,6 +118,7 @@ check-wheels: wheels
 # In environments of their own, named after what is installed there.
 DOCS := build/docs-$(shell sha256sum < requirements/docs.txt | cut -c1-12)
 WORKFLOWS := build/workflows-$(shell sha256sum < requirements/workflows.txt | cut -c1-12)
+NOTEBOOK := build/notebook-$(shell sha256sum < requirements/notebook.txt | cut -c1-12)
 
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
@@ -131,10 +133,17 @@ lint-workflows: $(WORKFLOWS)/.installed
 
 $(DOCS)/.installed: requirements/docs.txt
 $(WORKFLOWS)/.installed: requirements/workflows.txt
-$(DOCS)/.installed $(WORKFLOWS)/.installed:
+$(NOTEBOOK)/.installed: requirements/notebook.txt
+$(DOCS)/.installed $(WORKFLOWS)/.installed $(NOTEBOOK)/.installed:
 	@$(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install -q --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
+
+# With what its cells give. Its environment sees that of vLLM.
+notebook: $(NOTEBOOK)/.installed $(BUILT)
+	@cd $(NOTEBOOK) && of() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } && \
+	  echo "import site; site.addsitedir('$$(of $(CURDIR)/$(BIN)/python)')" > "$$(of bin/python)/vllm.pth"
+	$(NOTEBOOK)/bin/python tools/run_notebook.py examples/compare.ipynb
 
 model: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2

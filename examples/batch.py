@@ -2,9 +2,9 @@
 
     python examples/batch.py MODEL QUESTIONS.jsonl ANSWERS.jsonl --budget 1024
 
-Each line of the input is an object with ``document``, the path of a text file, which begins in the
-folder of the input, and ``question``. Questions about one document follow each other, so that it is
-read once. The output has the same lines in the same order, each with its ``answer``.
+Each line of the input is an object with ``document``, the path of a PDF, text or HTML file, which
+begins in the folder of the input, and ``question``. Questions about one document follow each other,
+so that it is read once. The output has the same lines in the same order, each with its ``answer``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from documents import read_document
 from vllm import LLM, SamplingParams
 
+from vllm_kvretrieval.chat.documents import read_document
 from vllm_kvretrieval.retrieval.model_files import check_model
 
 MAX_TOKENS = 64
@@ -31,7 +31,7 @@ def read_tasks(file: Path) -> list[dict[str, str]]:
         ValueError: One is no object with ``document`` and ``question``; says which.
     """
     tasks = []
-    for number, line in enumerate(read_document(file).splitlines(), 1):
+    for number, line in enumerate(read_document(file).text.splitlines(), 1):
         try:
             task = json.loads(line)
         except ValueError as error:
@@ -55,7 +55,7 @@ def read_documents(tasks: Sequence[dict[str, str]], folder: Path) -> dict[str, s
     """
     texts = dict[str, str]()
     for name in dict.fromkeys(task["document"] for task in tasks):
-        texts[name] = read_document(folder / name)
+        texts[name] = read_document(folder / name).text
     return texts
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from documents import read_document
 from vllm import LLM, SamplingParams
 
+from vllm_kvretrieval.chat.documents import read_document
 from vllm_kvretrieval.command_inputs import require_plot
 from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -53,6 +53,20 @@ class Row:
     same: int
     gap: float
     ms: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plot in a file, which a notebook shows.
+
+    Attributes:
+        file: A PNG.
+    """
+
+    file: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.file.read_bytes()
 
 
 def open_engine(
@@ -124,8 +138,8 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Draw time against agreement, one point for each method."""
+def plot(rows: Sequence[Row], file: Path) -> Drawing:
+    """Draw time against agreement, one point for each method, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -135,7 +149,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         axes.annotate(row.method, (row.ms, row.same), textcoords="offset points", xytext=(5, 5))
     axes.set(xlabel="milliseconds per token", ylabel="tokens as with full attention")
     axes.grid(alpha=0.3)
-    figure.savefig(file)
+    figure.savefig(file, format="png")
+    return Drawing(file)
 
 
 def _timed(
@@ -196,7 +211,7 @@ def main() -> int:
     try:
         if given.plot is not None:
             require_plot("leave --plot out")
-        text = read_document(given.text)
+        text = read_document(given.text).text
         check_model(given.model)
         llm = open_engine(
             given.model,

@@ -11,7 +11,8 @@ from benchmarks import cli
 
 COMMANDS = {
     "accuracy": "answers of every method, on texts and pass keys, beside full attention",
-    "ruler": "scores of the 13 tasks of RULER",
+    "ruler": "scores of RULER's 13 tasks, of some that need whole prompts, and of your own",
+    "table": "one table of result files, with confidence intervals",
     "prefill": "answers and times after sparse prefill, beside exact prefill",
     "recall": "share of the most attended tokens that each index finds",
     "key-ranks": "what low-rank factors of keys hold, before and after rotary embedding",

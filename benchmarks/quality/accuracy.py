@@ -2,6 +2,12 @@
 
     python -m benchmarks.quality accuracy --quick
     python -m benchmarks.quality accuracy --task copy-qwen-4k --also indexes --budgets 256 1024
+    python -m benchmarks.quality accuracy --variants quest mine --apart --table table.tex
+    python -m benchmarks.quality accuracy --data mine.jsonl --model MODEL --variants quest
+
+Tasks of your own come by ``--data`` (see `examples`): their right answers are forced.
+``--variants`` names presets, another package's, too, in place of those that are always run; with
+``--apart`` each has its own pages and dense layers, in an engine of its own.
 
 Everything passes through the real engine's decode path. Per model, stock vLLM answers every task
 once (the reference, kept in benchmarks/results/.reference), then one retrieval engine, which serves
@@ -14,7 +20,6 @@ not run.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +28,12 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks import build
-from benchmarks.cli import add_tokens
+from benchmarks.cli import SMOLLM2, add_tokens
 from benchmarks.common import RESULTS, Stopwatch, result_header
-from benchmarks.quality.tasks import catalogue, criteria, report, scoring, variants
+from benchmarks.quality.examples import read_examples
+from benchmarks.quality.outside import code_of
+from benchmarks.quality.table import add_tables, write_tables
+from benchmarks.quality.tasks import catalogue, criteria, forced, report, scoring, variants
 from benchmarks.quality.tasks.base import Sample, Task, TokenText
 from benchmarks.quality.tasks.catalogue import Cell
 from benchmarks.quality.tasks.engine import (
@@ -49,7 +57,6 @@ from benchmarks.quality.tasks.store import (
 from benchmarks.quality.tasks.variant import Variant
 from benchmarks.quality.tasks.variants import FULL
 from benchmarks.worker_counts import corrected_share
-from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 @dataclass
@@ -123,6 +130,8 @@ class Benchmark:
         for job in jobs:
             covering = scoring.covering_budget(job.samples)
             for cell in catalogue.cells_of(job.task, self._budgets, covering, self._variants):
+                if cell.variant.refusal(cell.budget):
+                    continue
                 stored = self._results.get(cell.name, self._cell_key(job, cell))
                 if stored is None:
                     job.todo.append(cell)
@@ -143,8 +152,7 @@ class Benchmark:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """Run cells, all of one task after the other, on a retrieval engine with these options."""
-        options = f" {engine}" if engine else ""
-        self._say(f"{model.name}: starting the retrieval engine{options} for {len(todo)} cell(s)")
+        self._say(f"{model.name}: starting the retrieval engine {engine} for {len(todo)} cell(s)")
         also = catalogue.also_of(cell for _, cell in todo)
         sizes = _sizes(model, [job for job, _ in todo], max(cell.budget for _, cell in todo))
         with open_engine(model, *sizes, also=also, **engine) as llm:
@@ -161,6 +169,7 @@ class Benchmark:
                 for cell, results in zip(cells, answered, strict=True):
                     figures = {
                         **_label(job, cell.variant.name, cell.budget),
+                        "apart": "method" in cell.variant.engine,
                         "share": scoring.mean_share(job.samples, cell.budget, cell.variant, model),
                         **scoring.index_bytes(cell.variant, model),
                         "corrected_share": share if cell.variant.speculates else None,
@@ -171,7 +180,8 @@ class Benchmark:
 
     def _cell_key(self, job: Job, cell: Cell) -> str:
         variant = cell.variant
-        return fingerprint([job.key, cell.options, variant.also, variant.started, self._code])
+        served = [variant.also, variant.started, code_of(variant.config.method)]
+        return fingerprint([job.key, cell.options, *served, self._code])
 
     def _keep(self, name: str, key: str, cell: dict[str, Any]) -> None:
         self.figures[name] = cell
@@ -218,6 +228,7 @@ def _label(job: Job, variant: str, budget: int | None) -> dict[str, Any]:
         "variant": variant,
         "budget": budget,
         "samples": len(job.samples),
+        "of_samples": job.key,
     }
 
 
@@ -237,9 +248,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"further variants (see --list), or groups of them: {groups}")  # fmt: skip
     add("--alone", action="store_true", help="run the variants of --also alone: without the core, "
         "with which they are compared, and without criteria")  # fmt: skip
+    add("--variants", nargs="+", metavar="NAME", help="run these alone: variants, groups of them, "
+        "or presets, another package's, too, in an engine of their own")  # fmt: skip
+    add("--apart", action="store_true", help="each preset of --variants with its own pages and "
+        "dense layers, as its paper has it, in an engine of its own")  # fmt: skip
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="tasks of your own: a "
+        'line of JSON per sample, such as {"input": "...", "outputs": ["..."]}')  # fmt: skip
     add("--samples", type=int, metavar="N", help="samples per task; by default as --list shows")
+    add_tables(parser)
     add("--output", type=Path, metavar="FILE", help="result file (JSON); by default accuracy.json, "
-        "or accuracy-quick.json, in benchmarks/results")  # fmt: skip
+        "accuracy-quick.json or accuracy-apart.json, in benchmarks/results")  # fmt: skip
 
 
 def _tasks(options: argparse.Namespace) -> Sequence[Task]:
@@ -259,18 +277,39 @@ def _tasks(options: argparse.Namespace) -> Sequence[Task]:
     unknown = [name for name in options.task or () if name not in known]
     if unknown:
         options.usage_error(f"no task {', '.join(unknown)}; there are: {', '.join(known)}")
-    return [known[name] for name in options.task or known]
+    asked = options.task or (() if options.data else known)
+    return [*(known[name] for name in asked), *_own_tasks(options)]
+
+
+def _own_tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """The tasks of the files of ``--data``.
+
+    Raises:
+        ValueError: a line of a file is no example.
+    """
+    if options.data:
+        model = options.model or SMOLLM2
+        model_fingerprint(model)  # which says what to do if there is none
+        text = TokenText(AutoTokenizer.from_pretrained(model))
+        for path in options.data:
+            for name, examples in read_examples(path).items():
+                longest = max(forced.answer(text, example).total for example in examples)
+                yield catalogue.of_examples(name, examples, model, longest)
 
 
 def _check_budgets(
     options: argparse.Namespace, compared: Sequence[Variant], budgets: Sequence[int]
 ) -> None:
-    """End the program where a variant has no use for a budget; engines start one after another."""
-    for variant, budget in itertools.product(compared, budgets):
-        try:
-            variant.config.page_budget(budget, key=f"--budgets for {variant.name}")
-        except RetrievalConfigError as error:
-            options.usage_error(str(error))
+    """End the program where a variant has no use for a budget; engines start one after another.
+
+    With ``--variants`` it is left out at this budget, if it has a use for another one.
+    """
+    for variant in compared:
+        refused = {budget: why for budget in budgets if (why := variant.refusal(budget))}
+        if refused and (options.variants is None or len(refused) == len(budgets)):
+            options.usage_error(next(iter(refused.values())))
+        for budget, why in refused.items():
+            print(f"{variant.name} is left out at {budget}: {why}")
 
 
 def _list_tasks(tasks: Sequence[Task]) -> None:
@@ -288,20 +327,31 @@ def run(options: argparse.Namespace) -> int:
     tasks, budgets = _tasks(options), tuple(sorted(set(options.budgets)))
     if options.alone and not options.also:
         options.usage_error("--alone runs the variants of --also alone; name some")
-    if options.alone:
+    if options.variants is not None and (options.also or options.alone):
+        options.usage_error("--variants are run alone; leave --also and --alone out")
+    if options.apart and options.variants is None:
+        options.usage_error("--apart: name the presets by --variants")
+    if options.alone or options.variants is not None:
         tasks = [replace(task, checks=()) for task in tasks]
     if options.list:
         _list_tasks(tasks)
         return 0
     clock = Stopwatch()
-    output = options.output or RESULTS / f"accuracy{'-quick' if options.quick else ''}.json"
+    kind = "-quick" if options.quick else "-apart" if options.apart else ""
+    output = options.output or RESULTS / f"accuracy{kind}.json"
     header = {
         **result_header("benchmarks.quality"),
         "settings": {"batch": BATCH, "top_logprobs": TOP_LOGPROBS, "dtype": DTYPE},
     }
     results = Results(output, header)
     references = References(RESULTS / ".reference")
-    compared = variants.chosen(options.quick, options.also, options.alone)
+    if options.variants is None:
+        compared = variants.chosen(options.quick, options.also, options.alone)
+    else:
+        try:
+            compared = variants.named(options.variants, options.apart)
+        except ValueError as error:
+            options.usage_error(str(error))
     _check_budgets(options, compared, budgets)
     benchmark = Benchmark(results, references, budgets, compared)
     for model in dict.fromkeys(task.model for task in tasks):
@@ -309,6 +359,7 @@ def run(options: argparse.Namespace) -> int:
     verdict = criteria.check(tasks, budgets, benchmark.figures)
     print(f"\n{report.table(tasks, budgets, benchmark.figures)}")
     print(f"results: {output}\ntime:    {clock}")
+    write_tables(options.table, benchmark.figures.values())
     results.print_builds()
     print(report.verdicts(verdict))
     return 1 if any(criterion.passed is False for criterion in verdict) else 0

@@ -1,6 +1,7 @@
 """Which cells the accuracy benchmark runs, and how a run goes on after an interruption."""
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from benchmarks.quality.tasks.metrics import Generated
 from benchmarks.quality.tasks.variant import OWN, PAGE
 from tests.support.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
 from tests.support.byte_text import byte_text
+from tests.support.outside import MEDIAN, POINTS, install, installed
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -161,6 +163,7 @@ class FakeEngine:
         self.started: list[int | None] = []
         self.served: list[set[str]] = []
         self.options: dict[str, Any] = {}
+        self.engines: list[dict[str, Any]] = []
         self.ran: list[str] = []
         self.breaks_at = ""
 
@@ -179,6 +182,7 @@ class FakeEngine:
         if budget is not None:
             self.served.append(set(also))
         self.options = options
+        self.engines += [options] if budget is not None else []
         yield "engine"
 
     def run(self, llm: Any, samples: list[Sample], options: Any, label: str) -> list[Generated]:
@@ -193,7 +197,8 @@ class FakeEngine:
     def _answered(self, asked: Questions) -> list[Generated]:
         assert not asked.anew, "no variant here watches prompts"
         if asked.options is not None:
-            assert asked.options["method"] in self.served[-1] | {"kvretrieval"}
+            own = self.engines[-1].get("method", OWN)
+            assert asked.options["method"] in self.served[-1] | {own}
         answers = [self.tokenizer(sample.answer).input_ids for sample in asked.samples]
         return [
             Generated((*sample.forced, *answer), None)
@@ -201,7 +206,9 @@ class FakeEngine:
         ]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """The engine, and a model of four layers in ``tmp_path``."""
     text = byte_text()
     fake = FakeEngine(text.tokenizer)
     config = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 64}
@@ -217,6 +224,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     ):
         monkeypatch.setattr(accuracy, name, replacement)
     monkeypatch.setattr(build, "code_fingerprint", lambda: "code")
+    return fake
+
+
+def test_an_interrupted_run_goes_on_where_it_was(fake, tmp_path, monkeypatch, capsys):
     what = f"sentences-{tmp_path.name}-2k"
     command = [
         "accuracy",
@@ -264,6 +275,50 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     driver.main(command)
     assert fake.started[6:] == [512]
     assert len(fake.ran) == 13 + 4
+
+
+def test_presets_run_in_engines_of_their_own(fake, tmp_path, capsys):
+    """By name, another package's, too; with ``--apart`` all of them, as their papers have them."""
+    what = f"sentences-{tmp_path.name}-2k"
+    command = ["accuracy", "--quick", "--model", str(tmp_path), "--task", what, "--samples", "2"]
+    command += ["--variants", "quest", "toy", "ttkv", "full"]
+    with installed(install(tmp_path / "package", MEDIAN, POINTS)):
+        tables = [str(tmp_path / f"t.{end}") for end in ("md", "csv", "tex")]
+        assert driver.main([*command, "--budgets", "512", "1024", "--table", *tables]) == 0
+        assert fake.engines == [{"page_size": 32}, {"method": "toy"}, {"method": "ttkv"}]
+        assert fake.served == [{"quest"}, set(), set()]
+        said = capsys.readouterr().out
+        assert "ttkv is left out at 512: --budgets for ttkv=512 is too small" in said
+        assert "| ttkv | 1024 | 100.0 |" in (tmp_path / "t.md").read_text()
+        assert "accuracy-quick.json" in said
+
+        assert driver.main([*command, "--budgets", "1024", "--apart"]) == 0
+        assert fake.engines[3:] == [{"method": "quest"}]  # the others had that before
+        (tmp_path / "package" / "toy_index.py").write_text(MEDIAN + "\n# another thought\n")
+        assert driver.main([*command, "--budgets", "1024", "--apart"]) == 0
+        assert fake.engines[4:] == [{"method": "toy"}]
+    for wrong, why in (
+        (["--variants", "toy"], "there is no such variant, group or preset; there are: "),
+        (["--variants", "ttkv", "--budgets", "512"], "--budgets for ttkv=512 is too small"),
+        (["--variants", "quest", "--also", "mean"], "leave --also and --alone out"),
+        (["--apart"], "name the presets by --variants"),
+    ):
+        with pytest.raises(SystemExit):
+            driver.main(["accuracy", "--quick", "--model", str(tmp_path), *wrong])
+        assert why in capsys.readouterr().err
+
+
+def test_tasks_of_ones_own(fake, tmp_path):
+    """Their right answers are forced; a task has no more examples than the file."""
+    path = tmp_path / "mine.jsonl"
+    lines = [{"input": n * "abc ", "outputs": ["4711"]} for n in (100, 200)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    given = Namespace(data=[path], model=tmp_path)
+    (task,) = accuracy._own_tasks(given)
+    assert (task.name, task.samples) == (f"mine-{tmp_path.name}-0k", 2)
+    samples = task.build(byte_text(), task.context, 9)
+    assert [len(sample.prompt) for sample in samples] == [400, 800]
+    assert [(len(sample.forced), sample.parts) for sample in samples] == [(4, ((1, 4),))] * 2
 
 
 def test_cells_that_fill_a_batch_run_at_once():

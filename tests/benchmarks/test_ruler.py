@@ -207,10 +207,10 @@ def test_the_engine_knows_every_preset_that_is_asked_for():
 
 def test_a_preset_with_a_layout_of_its_own_is_run_alone():
     by_name = {variant.name: variant for variant in catalogue.KNOWN}
-    fier = by_name["fier"]
+    fier, ours = by_name["fier"], by_name["kvretrieval"]
     assert catalogue.engine_options([fier]) == {"method": "fier", "also": {}}
-    with pytest.raises(ValueError, match="fier needs an engine of its own"):
-        catalogue.engine_options([by_name["kvretrieval"], fier])
+    groups = catalogue.grouped([fier, ours])
+    assert [group.variants for group in groups] == [(ours,), (fier,)]
 
 
 def scores(**by_row: Sequence[float | None]) -> dict[tuple[str, str, int | None], dict[str, Any]]:

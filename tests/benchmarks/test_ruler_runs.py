@@ -249,7 +249,10 @@ def test_an_engine_of_its_own_has_its_options(engine, tmp_path):
         (["--prefill-budgets", "-1"], "--prefill-budgets -1"),
         (["--prefill-budgets", "2048+25"], "--prefill-budgets: invalid prefill_budget value"),
         (["--variants", "nothing"], "freekv"),
-        (["--variants", "kvretrieval", "fier"], "fier needs an engine of its own"),
+        (
+            ["--variants", "ttkv", "--budgets", "128"],
+            "--budgets for ttkv: kv_retrieval.budget=128 is",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said, capsys):

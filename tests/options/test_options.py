@@ -142,6 +142,7 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
         "prefill_budget": 0,
         "prefill_share": 0.25,
         "mass": 0.9,
+        "sources": False,
     }
     for method, family in FAMILIES.items():
         if family is FilterMethod or method in ("quest", "kvretrieval"):

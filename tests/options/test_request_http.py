@@ -83,9 +83,13 @@ def test_what_is_refused(served, fields, message):
     ids=["named", "long", "unnamed"],
 )
 def test_a_refusal_is_logged(served, name, said):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
+    records: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Kept()
     http.logger.addHandler(handler)
     headers = {} if name is None else {"X-Request-Id": name}
     body = {"prompt": "Hello", "vllm_xargs": {"kv_retrieval_budget": 100}}
@@ -93,7 +97,7 @@ def test_a_refusal_is_logged(served, name, said):
         assert served.post("/v1/completions", json=body, headers=headers).status_code == 400
     finally:
         http.logger.removeHandler(handler)
-    (line,) = lines
+    (line,) = [record.getMessage() for record in records]
     assert said in line
     assert "\n" not in line
 

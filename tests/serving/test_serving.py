@@ -4,12 +4,14 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.serving.load import measure
 from tests.support.browser import tab
 from tests.support.engine import (
     ROUNDING,
@@ -45,6 +47,21 @@ def server(tmp_path_factory):
     settings = {"VLLM_PLUGINS": "kvretrieval"}
     with serving(log, *OPTIONS, forked=True, environment=settings) as server:
         yield server
+
+
+def test_load(server):
+    """What the benchmark of loaded servers measures, by vLLM's load generator."""
+    model = Path(checkpoint(MODEL))
+    prompts = [f"{number}. {PROMPT}" for number in range(3)]
+    figures = measure(server.url, model, prompts, at_once=2, tokens=5)
+    for name in ("first_token_ms", "token_ms", "answer_ms"):
+        assert 0 < figures[name]["50"] <= figures[name]["99"]
+    assert (
+        figures["answer_ms"]["50"] > figures["first_token_ms"]["50"] + 3 * figures["token_ms"]["50"]
+    )
+    assert figures["tokens_per_s"] > 0
+    with pytest.raises(ValueError, match="answered 1 of 2 requests"):
+        measure(server.url, model, [prompts[0], 9 * PROMPT], at_once=1, tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +428,28 @@ def test_what_answers_attended_to_is_told_to_those_who_asked(server):
     assert 0 < shares.max() <= 1
     for other in (f"{silent.id}-0", "cmpl", "x" * 100):
         assert client.ask(f"/v1/kv_retrieval/sources/{other}")[0] == 404
+
+
+def test_page_of_a_request(server, tmp_path, capsys):
+    """``vllm-kvretrieval explain --url``: an answer's passages in one file."""
+    path, page = tmp_path / "text.txt", tmp_path / "page.html"
+    path.write_text(PROMPT)
+    model = json.loads(Client(server.url).ask("/v1/models")[1])["data"][0]["id"]
+    options = ("--url", server.url, "--answer-tokens", "12", "--html", str(page))
+    assert main(["explain", model, str(path), *options]) == 0
+    assert KEY in capsys.readouterr().out
+    (text,) = re.findall(r'id="data">(.*?)</script>', page.read_text())
+    shown = json.loads(text)
+    assert KEY in shown["facts"]
+    assert "".join(shown["texts"]).endswith(PROMPT[-40:])
+    assert len(shown["rows"]) == 4
+    best = max(
+        (weight, number)
+        for row in shown["rows"][1:]
+        for number, weight in enumerate(row["steps"][0]["weights"])
+        if KEY in shown["texts"][number]
+    )
+    assert best[0] > 0.05, "the passage with the key is attended to"
 
 
 HOSTILE = '<script>bad = 1</script><img src="x" onerror="bad = 1">\n'

@@ -84,18 +84,25 @@ POINTS = {
 }
 
 
-def install(path: Path, code: str, points: dict[str, dict[str, str]], name: str = "toy") -> str:
+def install(
+    path: Path,
+    code: str,
+    points: dict[str, dict[str, str]],
+    name: str = "toy",
+    module: str | None = None,
+) -> str:
     """Lay a package out under ``path``; gives what it adds to Python's path.
 
     Args:
         path: A directory of its own.
-        code: Of its one module, ``NAME_index``.
+        code: Of its one module.
         points: Its entry points, by what ours follow the dot with: ``indexes`` or ``presets``.
         name: Of the package.
+        module: Name of the module; by default ``NAME_index``.
     """
     info = path / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
-    (path / f"{name}_index.py").write_text(code)
+    (path / f"{module or f'{name}_index'}.py").write_text(code)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = []
     for group, entries in points.items():
@@ -124,7 +131,9 @@ def installed(*paths: str) -> Iterator[None]:
         try:
             yield
         finally:
-            for module in {m for m in set(sys.modules) - modules if m.endswith("_index")}:
-                del sys.modules[module]
+            for name in set(sys.modules) - modules:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if str(Path(file).parent) in paths:
+                    del sys.modules[name]
     _look_again()
     assert known <= set(AttentionBackendEnum.__members__)

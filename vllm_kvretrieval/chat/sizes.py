@@ -116,8 +116,9 @@ def plan(
             "The layers of this model differ, so its KV cache is not kept: after a restart the "
             "documents are read again."
         )
-        options += ["--max-model-len", str(longest), "--kv-cache-memory-bytes", str(int(free / 2))]
-        return Serving([*options, *engine], longest, tokens, None, [remark])
+        length, size = min(longest, _rounded(needed)), int(PART * free)
+        options += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(size)]
+        return Serving([*options, *engine], length, tokens, None, [remark])
     length = longest if longest * (each.kv + each.indexed) <= PART * free else _rounded(needed)
     length = min(length, longest)
     sizes = _Sizes(length, each.kv, each.indexed, free)

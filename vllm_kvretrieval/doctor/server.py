@@ -60,8 +60,10 @@ class Client:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-        """Status and text of an answer.
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = TIMEOUT_S
+    ) -> tuple[int, str]:
+        """Status and text of an answer, which has to begin within so many seconds.
 
         Raises:
             OSError: There is none.
@@ -74,7 +76,7 @@ class Client:
         local = urllib.parse.urlsplit(self.url).hostname in THIS_MACHINE
         direct = [urllib.request.ProxyHandler({})] if local else []
         try:
-            with urllib.request.build_opener(*direct).open(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.build_opener(*direct).open(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode(errors="replace")
         except urllib.error.HTTPError as refusal:
             with refusal:

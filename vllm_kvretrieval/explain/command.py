@@ -1,8 +1,10 @@
 """``vllm-kvretrieval explain``: what a prompt's attention looks like, and what a method leaves."""
 
 import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.command_inputs import (
     add_inputs,
@@ -21,9 +23,14 @@ from vllm_kvretrieval.retrieval.model_files import name_of
 from vllm_kvretrieval.retrieval.presets import EXPLAINED, preset_names
 from vllm_kvretrieval.retrieval.prompt_shares import MEASURE as MEASURE_PROMPT_SHARES
 
+if TYPE_CHECKING:
+    from vllm_kvretrieval.explain.explanation import Explanation
+
 FORMAT = "vllm-kvretrieval explanation, version 1"
 DEFAULT_BUDGET = 1024
 DEFAULT_OBSERVATION = 32
+DEFAULT_ANSWER = 32
+"""Tokens that a server is asked for."""
 
 
 def add_explain(commands: Any) -> None:
@@ -105,6 +112,31 @@ def add_explain(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="PNG to draw (default: MODEL's name-explain.png)")
     parser.add_argument("--no-plot", action="store_true", help="draw none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="to write the numbers to")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="to write a page for browsers to: every layer and KV head, the passages of the text, "
+        "and the last tokens as steps",
+    )
+    parser.add_argument(
+        "--url",
+        help="with --html: a running server, which continues the text; the page shows what its "
+        "answer attended to (MODEL is what the server calls its model)",
+    )
+    parser.add_argument(
+        "--answer-tokens",
+        type=count,
+        default=DEFAULT_ANSWER,
+        metavar="N",
+        help="with --url: tokens of the answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="with --url: of the server (default: VLLM_API_KEY of the environment)",
+    )
     parser.set_defaults(run=explain)
 
 
@@ -114,6 +146,9 @@ def explain(given: argparse.Namespace) -> None:
     Raises:
         ValueError: The model or the text cannot be measured, or options contradict each other.
     """
+    if given.url is not None:
+        _explain_request(given)
+        return
     if not given.no_plot:
         require_plot()
     parts = "budget", "share", "budget_shares", "depth"
@@ -154,7 +189,8 @@ def explain(given: argparse.Namespace) -> None:
             "Give a longer text, or a smaller budget"
         )
     check_heads(model, given.layer, given.head)
-    rows, shown = explain_prompt(model, tokens, config, observed, given.layer, given.head)
+    explained = explain_prompt(model, tokens, config, observed, given.layer, given.head)
+    shown = explained.heads
 
     def text_of(begin: int, end: int) -> str:
         return str(model.tokenizer.decode(tokens[begin:end]))
@@ -175,7 +211,7 @@ def explain(given: argparse.Namespace) -> None:
         "observation": ALL if observed is None else observed,
         "latest": min(LATEST, len(tokens)),
         "dtype": given.dtype,
-        "layers": rows,
+        "layers": explained.rows,
         "heads": [head_row(head, text_of) for head in shown],
         "versions": versions(),
     }
@@ -183,10 +219,61 @@ def explain(given: argparse.Namespace) -> None:
     if given.json is not None:
         write(given.json, result, ("layers", "heads"))
         print(f"numbers: {given.json}")
+    if given.html is not None:
+        _write_page(given.html, result, config, explained, text_of)
+        print(f"page:    {given.html}")
     if not given.no_plot:
         picture = given.plot or Path(f"{name_of(given.model)}-explain.png")
         plot(picture, result, shown)
         print(f"plot:    {picture}")
+
+
+def _explain_request(given: argparse.Namespace) -> None:
+    """Show what a running server attends to.
+
+    Raises:
+        ValueError: There is no page to write, or the server does not tell.
+    """
+    from vllm_kvretrieval.doctor.server import Client
+    from vllm_kvretrieval.explain.live import explain_request
+
+    if given.html is None:
+        raise ValueError("--url shows a request as a page: name its file by --html")
+    client, text = Client(given.url, given.api_key), read_text(given.text)
+    try:
+        said = explain_request(
+            client, given.model, given.text.name, text, given.answer_tokens, given.html
+        )
+    except OSError as error:
+        raise ValueError(f"no server answers at {client.url} ({error})") from None
+    print(f"answer:  {said}\npage:    {given.html}")
+
+
+def _write_page(
+    path: Path,
+    result: dict[str, Any],
+    config: RetrievalConfig,
+    explained: "Explanation",
+    text_of: Callable[[int, int], str],
+) -> None:
+    from vllm_kvretrieval.explain.page import Passages, prompt_borders, prompt_rows, write_page
+
+    ends = prompt_borders(result["tokens"])
+    rows, steps = prompt_rows(config, explained, ends)
+    shares = {row["layer"]: row["attention"] for row in explained.rows}
+    heads = [(number, head) for number, of in shares.items() for head in range(len(of))]
+    first = (explained.heads[0].layer, explained.heads[0].head) if explained.heads else heads[0]
+    write_page(
+        path,
+        f"{result['model']}, {result['text']}: {result['tokens']} tokens",
+        f"{result['method']} at a budget of {result['budget']} tokens per KV head",
+        Passages.of(ends, text_of),
+        rows,
+        steps,
+        "kept" if result["drops"] else "selected",
+        shares,
+        heads.index(first),
+    )
 
 
 def _observed(observation: int | str | None) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_kvretrieval.explain.attended import Attended, attended, entropy_budgets
@@ -15,6 +16,25 @@ from vllm_kvretrieval.retrieval.families import DroppingMethod
 
 MOST_SHOWN = 16
 """KV heads that are shown one by one."""
+
+
+class Explanation(NamedTuple):
+    """What is found of a prompt.
+
+    Attributes:
+        rows: Figures per layer with full attention.
+        heads: The KV heads that are shown one by one.
+        layers: The attention of these layers, by number.
+        longest: Tokens of the model's longest context.
+        whole: bool [layers that are not dense, kv_heads]; heads that attend to whole contexts;
+            None: there are none.
+    """
+
+    rows: list[dict[str, Any]]
+    heads: list[HeadAttention]
+    layers: Mapping[int, LayerAttention]
+    longest: int
+    whole: np.ndarray | None
 
 
 class _Model(NamedTuple):
@@ -54,7 +74,7 @@ def explain_prompt(
     observed: int | None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-) -> tuple[list[dict[str, Any]], list[HeadAttention]]:
+) -> Explanation:
     """Read a prompt that does not fit in the budget.
 
     Args:
@@ -65,9 +85,6 @@ def explain_prompt(
         layers: Layers to be shown; None: the layer that is not dense with the highest entropy.
         heads: KV heads of these layers to be shown; None: the head whose last query has the least
             of its attention on the tokens that are left.
-
-    Returns:
-        A row per layer with full attention, and the heads that are shown.
 
     Raises:
         ValueError: A layer has no full attention, or no such head; or the method needs retrieval
@@ -104,7 +121,7 @@ def explain_prompt(
                 of_layer = shares[row["layer"]]
                 row["chunk"] = [round(share, 5) for share in of_layer.kept.tolist()]
                 row["prefill_budget_shares"] = [round(s, 4) for s in of_layer.shares.tolist()]
-    return rows, shown
+    return Explanation(rows, shown, seen.layers, longest, whole)
 
 
 def _widest(layers: Mapping[int, LayerAttention], dense: int) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.quality.ruler_tasks.scoring import Metric, match_all, match_part
+from benchmarks.quality.examples import Example
+from benchmarks.quality.intensive import MAKERS, Maker
+from benchmarks.quality.ruler_tasks.scoring import METRICS, Metric, match_all, match_part
 from benchmarks.quality.tasks.prefill_budget import EXACTLY, PrefillBudget
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.presets import preset_names, presets
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer, at most; the shortest of RULER's lengths."""
@@ -22,16 +26,25 @@ no mean, and no preset is put to it."""
 
 @dataclass(frozen=True)
 class RulerTask:
-    """One of RULER's tasks, as its generator configures it."""
+    """One of RULER's tasks, as its generator configures it, or another in the same form."""
 
     name: str
     short: str
     """Heading of its column."""
 
     tokens: int
-    """Tokens that the model may generate, RULER's ``tokens_to_generate``."""
+    """Tokens that the model may generate, RULER's ``tokens_to_generate``; of examples the most."""
 
     metric: Metric = match_all
+
+    counts_above: float = COUNTS_ABOVE
+    """Points that full attention has to exceed."""
+
+    make: Maker | None = None
+    """Makes the examples; None: RULER's generator does, or they are a file's."""
+
+    examples: tuple[Example, ...] = ()
+    """Those of a file."""
 
 
 TASKS = (
@@ -49,6 +62,18 @@ TASKS = (
     RulerTask("qa_1", "QA1", 32, match_part),
     RulerTask("qa_2", "QA2", 32, match_part),
 )
+
+
+def of_examples(name: str, examples: Sequence[Example]) -> RulerTask:
+    """Return a task of the examples of a file: it counts unless full attention has no point."""
+    tokens, metric = max(each.tokens for each in examples), METRICS[examples[0].match]
+    return RulerTask(name, name, tokens, metric, 0.0, examples=tuple(examples))
+
+
+INTENSIVE = tuple(
+    RulerTask(name, name, 0, METRICS["json"], 0.0, make=make) for name, make in MAKERS.items()
+)
+"""Tasks that need much of their prompts, which RULER has none of."""
 
 
 ENGINE_METHOD = "kvretrieval"
@@ -75,6 +100,14 @@ class Variant:
 
     engine: dict[str, Any] = field(default_factory=dict)
     """Further options of that engine."""
+
+    whole: bool = False
+    """It attends to everything, so that it has no budget."""
+
+    @property
+    def method(self) -> str:
+        """The preset."""
+        return str(self.options.get("method", ENGINE_METHOD))
 
 
 FULL = Variant(
@@ -122,6 +155,65 @@ MORE_VARIANTS = (
 KNOWN = (*VARIANTS, *MORE_VARIANTS)
 
 
+def named(names: Collection[str], apart: bool = False) -> tuple[Variant, ...]:
+    """Return the variants of these names: those that are known, in their order, then presets.
+
+    A preset that is not among them, such as another package's, has an engine of its own.
+
+    Args:
+        names: Of variants, or of presets.
+        apart: Each has an engine of its own, and there it is what its preset says.
+
+    Raises:
+        ValueError: There is no such variant or preset.
+    """
+    known = {variant.name: variant for variant in KNOWN}
+    others = [name for name in dict.fromkeys(names) if name not in (*known, FULL.name)]
+    there = preset_names()
+    if unknown := [name for name in others if name not in there]:
+        raise ValueError(
+            f"--variants {unknown[0]}: there is no such variant or preset; there are: "
+            f"{', '.join(dict.fromkeys([*known, *there]))}"
+        )
+    found = [variant for name, variant in known.items() if name in names]
+    found += [_of_preset(name) for name in others]
+    return tuple(replace(variant, alone=variant.alone or apart) for variant in found)
+
+
+def _of_preset(name: str) -> Variant:
+    own = RetrievalConfig.from_options(name, {}).own
+    variant = _preset(name, presets()[name].summary, own.observes, alone=True)
+    return replace(variant, whole=own.whole)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Variants that one engine answers."""
+
+    variants: tuple[Variant, ...]
+
+    options: dict[str, Any]
+    """What `open_engine` has to know of them."""
+
+
+def grouped(variants: Sequence[Variant], apart: bool = False) -> list[Group]:
+    """Divide variants among engines. The first engine answers with full attention, too.
+
+    Args:
+        variants: All of them.
+        apart: Each has an engine of its own; so has full attention.
+
+    Raises:
+        ValueError: Variants of one engine contradict each other.
+    """
+    beside = tuple(variant for variant in variants if not variant.alone)
+    alone = [(variant,) for variant in variants if variant.alone]
+    groups = [Group(of, engine_options(of)) for of in ([beside] if beside else []) + alone]
+    if apart:
+        return [Group((), {"method": "full", "also": {}}), *groups]
+    return groups or [Group((), engine_options(()))]
+
+
 def prefilling(budget: PrefillBudget) -> Variant:
     """Return the variant whose prompts retrieve so many tokens."""
     meaning = f"kvretrieval, whose prompts attend to {budget} tokens before each chunk, too"
@@ -132,17 +224,15 @@ def engine_options(variants: Sequence[Variant]) -> dict[str, Any]:
     """Return what `open_engine` has to know of these variants.
 
     Raises:
-        ValueError: One of several needs an engine of its own.
+        ValueError: Their prompts are read in ways that one engine cannot have.
     """
-    apart = [variant for variant in variants if variant.alone]
-    if apart and len(variants) > 1:
-        raise ValueError(f"{apart[0].name} needs an engine of its own: run it alone")
-    if apart:
-        return {"method": apart[0].options["method"], "also": {}, **apart[0].engine}
-    methods = (variant.options.get("method", ENGINE_METHOD) for variant in variants)
-    options: dict[str, Any] = {
-        "also": {method: {} for method in methods if method != ENGINE_METHOD}
-    }
+    options: dict[str, Any]
+    if variants and variants[0].alone:
+        (variant,) = variants
+        options = {"method": variant.method, "also": {}, **variant.engine}
+    else:
+        others = (of.method for of in variants if of.method != ENGINE_METHOD)
+        options = {"also": {method: {} for method in others}}
     for option, of_each in (
         ("prefill_budget", [variant.prefill.tokens for variant in variants]),
         ("prefill_share", [variant.prefill.share for variant in variants]),

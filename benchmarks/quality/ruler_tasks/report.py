@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 from benchmarks.quality.ruler_tasks.catalogue import (
-    COUNTS_ABOVE,
     FULL,
     KNOWN,
     PUBLISHED,
@@ -27,15 +26,17 @@ Scores = Mapping[tuple[str, str, int | None], Mapping[str, Any]]
 """Cells by task, variant and budget in tokens; steps with full attention have no budget."""
 
 
-def counts(cell: Mapping[str, Any]) -> bool:
+def counts(task: RulerTask, cell: Mapping[str, Any]) -> bool:
     """Tell whether full attention's cell of a task makes the task count."""
-    return cell["score"] > COUNTS_ABOVE
+    return cell["score"] > task.counts_above
 
 
 def counted(tasks: Sequence[RulerTask], cells: Scores) -> list[RulerTask]:
     """Return the tasks that count, of those that full attention has answered."""
     return [
-        task for task in tasks if (full := cells.get((task.name, FULL.name, None))) and counts(full)
+        task
+        for task in tasks
+        if (full := cells.get((task.name, FULL.name, None))) and counts(task, full)
     ]
 
 
@@ -78,8 +79,9 @@ def notes(tasks: Sequence[RulerTask], cells: Scores) -> list[str]:
     answered = [task for task in tasks if (task.name, FULL.name, None) in cells]
     counting = counted(answered, cells)
     others = [task.short for task in answered if task not in counting]
-    found = f"Means are over the {len(counting)} tasks that full attention scores above "
-    found += f"{COUNTS_ABOVE:g} in{', so without ' if others else ''}{', '.join(others)}."
+    limits = " or ".join(f"{each:g}" for each in sorted({t.counts_above for t in answered}))
+    found = f"Means are over the {len(counting)} tasks that full attention scores above {limits}"
+    found += f" in{', so without ' if others else ''}{', '.join(others)}."
     lines = [found]
     if counting:
         samples = min(cells[task.name, FULL.name, None]["samples"] for task in counting)

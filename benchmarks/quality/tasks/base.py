@@ -47,6 +47,10 @@ class Sample:
     """Stretches of the forced tokens whose distributions are scored, [begin, end) each, of equal
     lengths; empty: all but the first."""
 
+    parts: tuple[tuple[int, int], ...] = ()
+    """Stretches of the forced tokens, [begin, end) each, that are right where the model finds each
+    token of them the most likely one; where there are none, nothing is."""
+
     @property
     def scored(self) -> list[int]:
         """Indices of the forced tokens whose distributions are scored."""

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cli import GEMMA3, QWEN, SMOLLM2, SMOLLM2_32K
+from benchmarks.quality.examples import Example
+from benchmarks.quality.intensive import MAKERS
 from benchmarks.quality.tasks import forced, needles
-from benchmarks.quality.tasks.base import Task
+from benchmarks.quality.tasks.base import Sample, Task, TokenText
 from benchmarks.quality.tasks.variant import Variant
 
 BUDGETS = (256, 512, 1024)
@@ -41,9 +43,14 @@ MORE_TASKS = (
     Task("generation", "smollm2", SMOLLM2, 4864, 2, forced.generation),
     Task("novel", "smollm2_32k", SMOLLM2_32K, 8192, 2, forced.novel),
     Task("novel", "smollm2_32k", SMOLLM2_32K, 16384, 2, forced.novel),
+    *(
+        Task(name, "smollm2_32k", SMOLLM2_32K, context, 4, forced.answers(make))
+        for name, make in MAKERS.items()
+        for context in (2048, 4096)
+    ),
 )
 """Tasks that are run where they are asked for: thousands of steps, or a prompt of a minute and
-more, per variant and budget."""
+more, per variant and budget, or those that need much of their prompts (see `intensive`)."""
 
 QUICK_TASKS = (
     Task("sentences", "smollm2", SMOLLM2, 2048, 6, needles.passkey_in_sentences, ("found",)),
@@ -94,6 +101,22 @@ def cells_of(
 def also_of(cells: Iterable[Cell]) -> dict[str, Any]:
     """Return the option ``also`` of an engine that serves these cells and nothing else."""
     return {name: options for cell in cells for name, options in cell.variant.also.items()}
+
+
+def of_examples(name: str, examples: Sequence[Example], model: Path, context: int) -> Task:
+    """Return a task that forces the right answers of a file's examples.
+
+    Args:
+        name: Of the task.
+        examples: Its examples.
+        model: Directory of the checkpoint.
+        context: Tokens of the longest one.
+    """
+
+    def build(text: TokenText, context: int, count: int) -> list[Sample]:
+        return [forced.answer(text, example) for example in examples[:count]]
+
+    return Task(name, model.name, model, context, len(examples), build)
 
 
 def with_model(tasks: Sequence[Task], model: Path) -> tuple[Task, ...]:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from benchmarks.quality.tasks.base import Sample, TokenText, blind_positions, prompt_length
+from benchmarks.quality.examples import Example
+from benchmarks.quality.intensive import Maker
+from benchmarks.quality.tasks.base import (
+    Builder,
+    Sample,
+    TokenText,
+    blind_positions,
+    prompt_length,
+)
 
 COPY_TOKENS = 80
 """Length of the passage that is forced a second time."""
@@ -37,6 +45,9 @@ TURN_TOKENS = 48
 
 ALIKE = 8
 """Passages of a document whose headings are alike."""
+
+ANSWER_TOKENS = 512
+"""Tokens of an example's right answer that are forced, at most."""
 
 
 def second_copy(text: TokenText, context: int, count: int) -> list[Sample]:
@@ -142,3 +153,46 @@ def _continued(
     for index in range(count):
         novel, _ = text.passage(size + tokens, index, count)
         yield (*text.prefix, *novel[:size]), tuple(novel[size:])
+
+
+def answers(make: Maker) -> Builder:
+    """Force the right answers of examples that a function makes."""
+
+    def build(text: TokenText, context: int, count: int) -> list[Sample]:
+        made = make(lambda part: [*text.prefix, *text.encode(part)], context, count)
+        return [answer(text, example) for example in made]
+
+    return build
+
+
+def answer(text: TokenText, example: Example) -> Sample:
+    """Force the right answer of an example.
+
+    Raises:
+        ValueError: it has a single token, which the prompt's own reading decides.
+    """
+    encoded = text.tokenizer(example.answer, add_special_tokens=False, return_offsets_mapping=True)
+    forced = tuple(encoded.input_ids[:ANSWER_TOKENS])
+    if len(forced) < 2:
+        raise ValueError(
+            f"task {example.task}: the answer {example.answer[:40]!r} has a single token, which is "
+            "not decoded; longer ones can be forced"
+        )
+    parts = list(_stretches(example, encoded.offset_mapping[: len(forced)]))
+    return Sample((*text.prefix, *text.encode(example.input)), forced, parts=tuple(parts))
+
+
+def _stretches(example: Example, offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The tokens of the answer's values that are forced whole; the first token is no part of any.
+
+    Args:
+        example: The example.
+        offsets: Per forced token its first character, and the one after its last.
+    """
+    place = 0
+    for value in example.values or (example.answer,):
+        begin = example.answer.index(value, place)
+        place = begin + len(value)
+        inside = [n for n, (first, end) in enumerate(offsets) if end > begin and first < place]
+        if inside and (offsets[-1][1] >= place or not example.values):
+            yield max(inside[0], 1), inside[-1] + 1

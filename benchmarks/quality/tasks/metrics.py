@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,13 +74,27 @@ def top_agreement(full: Scored, other: Scored) -> float:
     return float((full.top_ids[:, 0] == other.top_ids[:, 0]).mean())
 
 
+def right(scored: Scored, parts: Sequence[tuple[int, int]]) -> float:
+    """Return the share of the parts in which each forced token is the most likely one.
+
+    Args:
+        scored: the forced tokens from the second one on.
+        parts: stretches of the forced tokens.
+    """
+    likeliest = scored.target >= scored.top_logprobs[:, 0]
+    return float(np.mean([likeliest[begin - 1 : end - 1].all() for begin, end in parts]))
+
+
 def perplexity(samples: list[Scored]) -> float:
     """Return the perplexity of the forced tokens over all samples' positions."""
     return float(np.exp(-np.concatenate([sample.target for sample in samples]).mean()))
 
 
 def forced_scores(
-    full: list[Scored], other: list[Scored], turns: int = 1
+    full: list[Scored],
+    other: list[Scored],
+    turns: int = 1,
+    parts: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> dict[str, float | list[float]]:
     """Compare the same samples under full attention and under another method.
 
@@ -87,10 +102,13 @@ def forced_scores(
         full: Under full attention.
         other: Under the other method.
         turns: Equal stretches that the positions of each sample consist of.
+        parts: Per sample what is right or wrong on its own (see `right`); empty: nothing is.
 
     Returns:
-        ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``agreement``,
-        ``perplexity`` and ``perplexity_full``; of several turns ``kl_turns`` (mean of each turn).
+        ``kl`` (mean over all positions), ``kl_samples`` (mean of each sample), ``nll_samples``
+        (negative log-probability of a forced token, likewise), with parts ``right_samples`` (see
+        `right`), ``agreement``, ``perplexity`` and ``perplexity_full``; of several turns
+        ``kl_turns`` (mean of each turn).
 
     Raises:
         ValueError: the numbers of samples differ.
@@ -103,10 +121,14 @@ def forced_scores(
     scores: dict[str, float | list[float]] = {
         "kl": float(np.concatenate(divergences).mean()),
         "kl_samples": [round(float(values.mean()), 6) for values in divergences],
+        "nll_samples": [round(float(-scored.target.mean()), 6) for scored in other],
         "agreement": float(np.average(agreement, weights=sizes)),
         "perplexity": perplexity(other),
         "perplexity_full": perplexity(full),
     }
+    if any(parts):
+        pairs = zip(other, parts, strict=True)
+        scores["right_samples"] = [round(right(scored, of), 6) for scored, of in pairs]
     if turns > 1:
         of_turns = np.concatenate([values.reshape(turns, -1) for values in divergences], 1).mean(1)
         scores["kl_turns"] = [round(float(value), 6) for value in of_turns]

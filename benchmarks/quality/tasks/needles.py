@@ -22,11 +22,11 @@ _NEAR = 60
 _SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 )
-_COLOURS = (
+COLOURS = (
     "alpha amber azure bold brave calm cedar clear copper coral crystal dusty early ember fancy "
     "gentle golden grand happy hidden ivory jolly lemon little lunar maple misty noble olive pearl"
 ).split()
-_PLACES = (
+PLACES = (
     "arrow bridge canyon castle cloud falcon forest garden harbor island lantern meadow mirror "
     "mountain ocean orchard palace river rocket shadow spring stone temple tiger tower valley wagon"
 ).split()
@@ -115,7 +115,7 @@ def key_value_lookup(text: TokenText, context: int, count: int) -> list[Sample]:
     length = prompt_length(context)
     for index in range(count):
         rng = random.Random(f"lookup {context} {index}")
-        names = ["-".join(pair) for pair in product(_COLOURS, _PLACES)]
+        names = ["-".join(pair) for pair in product(COLOURS, PLACES)]
         rng.shuffle(names)
         depth = blind_positions(length, 32, count)[index]
         intro = text.prefix + text.encode("Remember the value of every name in this list.\n\n")

@@ -31,11 +31,12 @@ def table(tasks: Sequence[Task], budgets: Sequence[int], cells: Figures) -> str:
         rows = [["budget", "index", "", *columns]]
         if f"{task.name}/{OWN}/{columns[0]}" in cells:
             rows.append(["attended to", "", "", *_shares(task, columns, cells)])
-        for variant in VARIANTS:
-            found = [cells.get(f"{task.name}/{variant.name}/{column}") for column in columns]
+        of_cells = (cell["variant"] for cell in cells.values() if cell["variant"] != FULL.name)
+        for name in dict.fromkeys([*(variant.name for variant in VARIANTS), *of_cells]):
+            found = [cells.get(f"{task.name}/{name}/{column}") for column in columns]
             if any(found):
                 figures = (_figure(cell) if cell else "-" for cell in found)
-                rows.append([variant.name, *_kept(found), *figures])
+                rows.append([name, *_kept(found), *figures])
         lines += [*_aligned(rows), ""]
     return "\n".join(lines)
 
@@ -69,13 +70,16 @@ def _figure(cell: Any) -> str:
     if "accuracy" in cell:
         return f"{cell['accuracy']:.0%}{share}"
     agreement, perplexity = f"agr {cell['agreement']:.1%}", f"ppl {cell['perplexity']:.2f}"
+    if right := cell.get("right_samples"):
+        perplexity += f" right {sum(right) / len(right):.1%}"
     if cell["variant"] == FULL.name:
         return perplexity
     return f"KL {cell['kl']:.4f} {agreement} {perplexity}{share}"
 
 
 def _shares(task: Task, columns: Sequence[str], cells: Figures) -> list[str]:
-    return [f"{cells[f'{task.name}/{OWN}/{column}']['share']:.1%}" for column in columns]
+    found = [cells.get(f"{task.name}/{OWN}/{column}") for column in columns]
+    return [f"{cell['share']:.1%}" if cell else "-" for cell in found]
 
 
 def verdicts(criteria: Sequence[Criterion]) -> str:

@@ -37,7 +37,8 @@ def score(
         return {"accuracy": sum(found) / len(found), "found": [int(hit) for hit in found]}
     full = [result.scored for result in reference if result.scored is not None]
     other = [result.scored for result in results if result.scored is not None]
-    return dict(metrics.forced_scores(full, other, len(samples[0].turns)))
+    parts = [sample.parts for sample in samples]
+    return dict(metrics.forced_scores(full, other, len(samples[0].turns), parts))
 
 
 def covering_budget(samples: Sequence[Sample]) -> int:

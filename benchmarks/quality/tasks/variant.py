@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -52,12 +53,22 @@ class Variant:
     @property
     def engine_config(self) -> RetrievalConfig:
         """Options of the engine that serves it, as far as all methods of the engine share them."""
-        return RetrievalConfig(**{"method": OWN, "page_size": PAGE, **self.engine})
+        return RetrievalConfig(**{"method": OWN, **self.options_of_engine})
+
+    @property
+    def options_of_engine(self) -> dict[str, Any]:
+        """What its engine is started with: pages of its own method, where it has one, else `PAGE`.
+
+        The page is said even where it is the default, since an engine of one method may have
+        smaller ones.
+        """
+        return self.engine if "method" in self.engine else {"page_size": PAGE, **self.engine}
 
     @property
     def started(self) -> dict[str, Any]:
-        """What the engine differs in from others."""
-        return self.engine | ({"quantization": self.quantization} if self.quantization else {})
+        """What its engine is opened with: :attr:`options_of_engine`, and its weights."""
+        weights = {"quantization": self.quantization} if self.quantization else {}
+        return self.options_of_engine | weights
 
     @property
     def also(self) -> dict[str, Any]:
@@ -67,10 +78,18 @@ class Variant:
     @property
     def config(self) -> RetrievalConfig:
         """Options of an engine whose own method is this one, to see what the method alone needs."""
-        options = {"page_size": PAGE, **self.engine, **self.served}
+        options = {**self.options_of_engine, **self.served}
         options.pop("method", None)
         preset = options.pop("preset", self.method if self.method in preset_names() else OWN)
         return RetrievalConfig(method=preset, **options)
+
+    def refusal(self, budget: int) -> str:
+        """Why it has no use for a budget; empty: it has."""
+        try:
+            self.config.page_budget(budget, key=f"--budgets for {self.name}")
+        except RetrievalConfigError as error:
+            return str(error)
+        return ""
 
     @property
     def selects(self) -> bool:

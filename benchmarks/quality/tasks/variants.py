@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.quality.tasks.variant import FREEKV, OWN, PAGE, Variant
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.presets import preset_names, presets
 
 _PRESETS = ("presets",)
 
@@ -335,3 +336,32 @@ def chosen(quick: bool, also: Collection[str], alone: bool = False) -> tuple[Var
     """
     wanted = {*also} if alone else {"quick" if quick else "core", *also}
     return tuple(v for v in VARIANTS if v.name in wanted or wanted.intersection(v.groups))
+
+
+def named(names: Collection[str], apart: bool = False) -> tuple[Variant, ...]:
+    """Return the variants of these names, or groups, and presets, in an engine of their own.
+
+    Args:
+        names: Of variants, of groups of them, or of presets, another package's included.
+        apart: Names of presets mean these as they are, each in an engine of its own.
+
+    Raises:
+        ValueError: There is no such variant or preset.
+    """
+    known = {variant.name: variant for variant in VARIANTS}
+    found: dict[str, Variant] = {}
+    for name in names:
+        if name in preset_names() and (apart or name not in known):
+            found[name] = _alone("", name, presets()[name].summary, method=name)
+        elif name in known:
+            found[name] = known[name]
+        elif name in GROUPS:
+            found |= {variant.name: variant for variant in VARIANTS if name in variant.groups}
+        else:
+            there = dict.fromkeys([*GROUPS, *known, *preset_names()])
+            raise ValueError(
+                f"--variants {name}: there is no such variant, group or preset; there are: "
+                f"{', '.join(there)}"
+            )
+    found.pop(FULL.name, None)
+    return tuple(found.values())

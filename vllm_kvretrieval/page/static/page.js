@@ -179,13 +179,15 @@ async function read() {
         size = took < SOON_MS ? Math.min(2 * size, MOST) : Math.max(LEAST, Math.min(size, MOST) / 2);
       }
       done = next;
+      if (state.read !== control) return;
       far(done, end, computed && ((end - done) * spent) / computed);
     }
-    at("stop").hidden = true;
   } finally {
-    at("send").disabled = false;
-    if (signal.aborted) at("far").textContent = "stopped; what was read is kept";
-    at("stop").hidden = true;
+    if (state.read === control) {
+      at("send").disabled = false;
+      at("stop").hidden = true;
+      if (signal.aborted) at("far").textContent = "stopped; what was read is kept";
+    }
   }
 }
 
@@ -199,7 +201,13 @@ function far(done, end, left) {
 async function ask() {
   const question = at("question").value.trim();
   const budget = Number(at("budget").value);
-  const chat = messages(question);
+  const about = state.document;
+  let chat = messages(question);
+  for (; state.turns.length; chat = messages(question)) {
+    const { count, max_model_len } = await tokenized(chat);
+    if (count + MAX_TOKENS <= max_model_len) break;
+    state.turns.shift();
+  }
   const turn = element("div", "", { className: "turn" });
   const pair = element("div", "", { className: "pair" });
   turn.append(element("p", question), pair);
@@ -213,6 +221,7 @@ async function ask() {
     let first = null;
     for (const [i, [name, options]] of ways.entries()) {
       const reply = await answer(chat, options, cards[i]);
+      if (state.document !== about) return;
       reply.name = name;
       first ??= reply;
       await sources(chat, reply, cards[i]);
