@@ -34,7 +34,7 @@ def layer_choosers(
         owner: Those of the layer whose cache and records this layer reads; empty: it has its own.
     """
     if owner:
-        return [replace(chooser, selection=selection, scale=scale) for chooser in owner]
+        return [replace(c, selection=selection, scale=scale, handle=None) for c in owner]
     pages, kv_heads, page_size, row = cache.shape
     methods = config.methods.values()
     kinds: list[tuple[Index | None, int, bool]]
