@@ -148,6 +148,7 @@ def plot(rows: Sequence[Row], file: Path) -> Drawing:
         axes.scatter(row.ms, row.same)
         axes.annotate(row.method, (row.ms, row.same), textcoords="offset points", xytext=(5, 5))
     axes.set(xlabel="milliseconds per token", ylabel="tokens as with full attention")
+    axes.margins(0.2)  # room for the names
     axes.grid(alpha=0.3)
     figure.savefig(file, format="png")
     return Drawing(file)

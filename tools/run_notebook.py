@@ -2,10 +2,10 @@
 
     make notebook
 
-Warnings and logs on the error stream, and where the kernel ran, are left out: they are of this
-machine alone.
+Logs, warnings and what else goes to the error stream are left out: they are of this machine alone.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +18,7 @@ LONGEST_S = 900
 def main() -> None:
     """Run the notebook that the command line names."""
     path = Path(sys.argv[1])
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "NO_COLOR": "1"}
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=LONGEST_S, resources=place).execute()

@@ -3,10 +3,10 @@
     python -m benchmarks.quality drafts --context 8000 --budget 1024
 
 Full attention continues a novel; its tokens are the drafts of a method, which verifies them. Rows
-share the selection of the first row's query (what the engine does) or of the mean of all rows'
-queries, or decode one by one and each select for themselves. For each draft: how often the method
-accepts it, and the KL divergence of its distribution from full attention's, over the latter's 20
-likeliest tokens.
+share the selection of the first row's query (what the engine does; with its remainder, or without
+one in other rows), or that of the mean of all rows' queries, or decode one by one, and each selects
+for itself. For each draft: how often the method accepts it, and the KL divergence of its
+distribution from full attention's, over the latter's 20 likeliest tokens.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ def mean_query(plan: Any, queries: torch.Tensor) -> torch.Tensor:
     return (sums / counts[:, None, None]).to(queries.dtype)
 
 
+def first_alone(remainder: Any, starts: torch.Tensor) -> Any:
+    """In place of :meth:`Remainder.shared`: only the first row has a remainder."""
+    count = starts.diff()
+    values, lse = (part.repeat_interleave(count, 0) for part in remainder)
+    others = torch.ones(len(lse), dtype=torch.bool)
+    others[starts[:-1].long()] = False
+    lse[others] = -math.inf
+    return type(remainder)(values, lse)
+
+
 def divergence(full: dict[int, float], ours: dict[int, float]) -> float:
     """KL divergence over the tokens that both name; the rest of either is one more token."""
     both = full.keys() & ours.keys()
@@ -117,17 +127,21 @@ class Measured:
 
     def measure(self, prompt: list[int]) -> dict[str, dict[int, list[tuple[float, bool]]]]:
         """By who selects, and by draft: KL, and whether it is full attention's token."""
+        from vllm_kvretrieval.kernels import Remainder
         from vllm_kvretrieval.methods import DecodePlan
 
         options = self.options
         full = self.answer(prompt, options.tokens, exact=True)
         text = prompt + [next(iter(place)) for place in full]
         found: dict[str, dict[int, list[tuple[float, bool]]]] = {}
-        first = DecodePlan.asking
-        for name in ("one by one", "first", "mean"):
+        first, shared = DecodePlan.asking, Remainder.shared
+        for name in ("one by one", "first", "first alone", "mean"):
             rows = found[name] = defaultdict(list)
             Told.text = () if name == "one by one" else tuple(text)
-            DecodePlan.asking = mean_query if name == "mean" else first  # type: ignore[assignment]
+            changed: Any = mean_query if name == "mean" else first
+            DecodePlan.asking = changed  # type: ignore[method-assign]
+            changed = first_alone if name == "first alone" else shared
+            Remainder.shared = changed  # type: ignore[method-assign]
             # A prompt's last token is decoded exactly, and then come a step's new token and drafts.
             for begin in range(0, options.tokens - options.drafts - 2, options.drafts + 1):
                 ours = self.answer(text[: len(prompt) + begin], options.drafts + 2)
@@ -137,7 +151,7 @@ class Measured:
                     rows[row].append((divergence(theirs, place), same))
                     if not same:
                         break
-        DecodePlan.asking = first  # type: ignore[method-assign]
+        DecodePlan.asking, Remainder.shared = first, shared  # type: ignore[method-assign]
         return found
 
 

@@ -39,7 +39,6 @@ from benchmarks.tables import (
     presets,
     prompts,
     quality,
-    speculative,
     steps,
 )
 from benchmarks.tables.markdown import CELL, Options, Results, read_results, source
@@ -49,7 +48,6 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "capacity": places.capacity,
     "decode": prompts.decode,
     "disk": places.disk,
-    "drafters": speculative.drafters,
     "first": steps.first,
     "key_ranks": quality.key_ranks,
     "launches": gpu.launches,
@@ -76,7 +74,6 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "restarts": places.restarts,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
-    "speculative": speculative.table,
     "steps": steps.steps,
     "tokens": steps.tokens,
     "turns": quality.turns,

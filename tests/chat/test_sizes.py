@@ -98,11 +98,21 @@ def test_a_model_that_is_too_large(planned):
         planned(memory=0.3, disk=0)
 
 
-def test_layers_of_several_kinds_keep_nothing(planned):
+def test_layers_of_several_kinds(planned):
+    """A token has no size of its own there, so the cache has one that is found again."""
     options, found = planned(model="gemma-3-270m")
+    assert found.store.name == "memory-2048"
+    assert options["--kv-retrieval.store"] == str(found.store)
+    assert options["--kv-retrieval.home"] == "device"
+    assert int(options["--kv-cache-memory-bytes"]) == 2 * GIB
+    found.store.mkdir()
+    assert planned(model="gemma-3-270m", memory=100)[1].store == found.store
+    assert planned(model="gemma-3-270m", memory=3)[1].store.name == "memory-1024"
+    without, found = planned(model="gemma-3-270m", memory=3, disk=0.1)
     assert found.store is None
-    assert "The layers of this model differ" in found.remarks[0]
-    assert "--kv-cache-memory-bytes" in options
+    assert "0.1 GiB of disk are free" in found.remarks[0]
+    assert "--kv-retrieval.store" not in without
+    assert planned(model="gemma-3-270m", keep=False)[1].remarks == []
 
 
 def test_options_that_are_refused(planned):

@@ -1,7 +1,7 @@
 """Lossless mode in an engine: answers are full attention's, token by token, in fewer steps."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,33 @@ def full(llm, prompts) -> list[Answer]:
     return drive(llm, [Request(prompt, TOKENS, FULL) for prompt in prompts])
 
 
+@pytest.fixture
+def drafting_alone(llm) -> Iterator[Callable[[], list[int]]]:
+    """Lets lookups find nothing, and weights cost nothing; returns how many rows the model has
+    drafted for, and how many tokens."""
+
+    def begin(worker: Any) -> None:
+        names, model, counts = vars(drafter), worker.drafter._model, [0, 0]
+        worker.before, worker.counts = (names["find"], model._weights), counts
+        names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
+        model._weights, draft = 0, model.draft
+
+        def counting(rows: Sequence[Any]) -> Any:
+            counts[0] += len(rows)
+            counts[1] += sum(row.drafts for row in rows)
+            return draft(rows)
+
+        model.draft = counting
+
+    def end(worker: Any) -> None:
+        vars(drafter)["find"], worker.drafter._model._weights = worker.before
+        del worker.drafter._model.draft
+
+    llm.collective_rpc(begin)
+    yield lambda: llm.collective_rpc(lambda worker: worker.counts)[0]
+    llm.collective_rpc(end)
+
+
 def steps_of(answers: Sequence[Answer]) -> int:
     """At how many steps each of the answers got tokens, together."""
     return sum(len(set(answer.steps)) for answer in answers)
@@ -68,18 +95,18 @@ def test_answers_are_those_of_full_attention(llm, prompts, full):
         assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
-def test_answers_that_the_model_drafts_alone(llm, prompts, full):
-    """Without lookups, which know most of what a small model repeats."""
-    drafted = _without_lookups(llm)
-    answers = drive(llm, [Request(prompt, TOKENS // 2, LOSSLESS) for prompt in prompts[8:16]])
-    assert [a.tokens for a in answers] == [a.tokens[: TOKENS // 2] for a in full[8:16]]
-    rows, tokens = drafted()
-    assert rows > 20
-    assert tokens > 1.5 * rows
-    assert steps_of(answers) < 0.75 * 8 * TOKENS // 2, "drafts are accepted"
+def test_answers_that_the_model_drafts_alone(llm, prompts, full, drafting_alone):
+    """Without lookups, which know most of what a small model repeats, and as if weights were free,
+    which are most of what a small model reads."""
+    answers = drive(llm, [Request(prompt, TOKENS, LOSSLESS) for prompt in prompts])
+    assert [a.tokens for a in answers] == [a.tokens for a in full]
+    rows, tokens = drafting_alone()
+    assert rows > 4 * PROMPTS
+    assert tokens > 2 * rows
+    assert steps_of(answers) < 0.75 * steps_of(full), "drafts are accepted"
 
 
-def test_beside_requests_of_other_kinds(llm, prompts, full):
+def test_beside_requests_of_other_kinds(llm, prompts, full, drafting_alone):
     """They share steps: prompts that are read, drafts that are verified, and single tokens."""
     others: list[dict[str, Any]] = [{}, {"drafts": 0}, FULL, {"method": "streamingllm"}]
     requests = [
@@ -92,7 +119,7 @@ def test_beside_requests_of_other_kinds(llm, prompts, full):
     assert answers[4].tokens == full[12].tokens  # of FULL
 
 
-def test_what_it_has_computed_is_shared_as_exact(llm, prompts, full):
+def test_what_it_has_computed_is_shared_as_exact(llm, prompts, drafting_alone):
     """And nothing of its drafts is in what others find."""
     prompt = [7, *prompts[18][: 10 * BLOCK - 10]]
     first = drive(llm, [Request(prompt, TOKENS, LOSSLESS, cache=True)])[0]
@@ -104,7 +131,7 @@ def test_what_it_has_computed_is_shared_as_exact(llm, prompts, full):
     assert found.logprobs == pytest.approx(anew.logprobs, abs=1e-3)
 
 
-def test_after_a_lossless_answer_others_retrieve_as_before(llm, prompts):
+def test_after_a_lossless_answer_others_retrieve_as_before(llm, prompts, drafting_alone):
     """Drafts leave nothing in what selects."""
     asked = Request(prompts[17], TOKENS, {"drafts": 0})
     before = drive(llm, [asked])[0]
@@ -114,26 +141,24 @@ def test_after_a_lossless_answer_others_retrieve_as_before(llm, prompts):
     assert after.logprobs == before.logprobs
 
 
-def test_sampled_answers(llm, prompts, full):
+def test_sampled_answers(llm, prompts, drafting_alone):
     """Drafts are rejected by chance, so that tokens are as likely as without. At a temperature near
-    0 there is one likely token."""
-    params = [
-        SamplingParams(
-            temperature=0.002,
-            seed=seed,
-            max_tokens=TOKENS,
+    0 few places have a choice."""
+    handed_in = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts[8:20]]
+    texts = []
+    for options in (FULL, LOSSLESS):
+        params = SamplingParams(
+            temperature=0.01,
+            seed=1,
+            max_tokens=TOKENS // 2,
             ignore_eos=True,
-            extra_args={"kv_retrieval": LOSSLESS},
+            extra_args={"kv_retrieval": options},
         )
-        for seed in range(4)
-    ]
-    handed_in = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts[10:14]]
-    answers = llm.generate(handed_in, params, use_tqdm=False)
-    same = [
-        list(answer.outputs[0].token_ids) == other.tokens
-        for answer, other in zip(answers, full[10:14], strict=True)
-    ]
-    assert sum(same) >= 3
+        answers = llm.generate(handed_in, params, use_tqdm=False)
+        texts.append([list(answer.outputs[0].token_ids) for answer in answers])
+    print(texts)
+    assert sum(one == other for one, other in zip(*texts, strict=True)) > 8
+    assert drafting_alone()[0] > 0
 
 
 def test_a_stop_string_ends_within_a_draft(llm, prompts, full):
@@ -143,33 +168,6 @@ def test_a_stop_string_ends_within_a_draft(llm, prompts, full):
     for options in (FULL, LOSSLESS):
         answer = _generate(llm, prompts[15], options, stop=[stop])
         assert answer == text[: text.index(stop)]
-
-
-def _without_lookups(llm: LLM) -> Callable[[], list[int]]:
-    """Let lookups find nothing until what is returned is called: it returns how many rows the model
-    has drafted for, and how many tokens."""
-
-    def begin(worker: Any) -> None:
-        names = vars(drafter)
-        worker.find, worker.counts = names["find"], [0, 0]
-        names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
-        model = worker.drafter._model
-        draft = model.draft
-
-        def counting(rows: Sequence[Any]) -> Any:
-            worker.counts[0] += len(rows)
-            worker.counts[1] += sum(row.drafts for row in rows)
-            return draft(rows)
-
-        model.draft = counting
-
-    def end(worker: Any) -> list[int]:
-        vars(drafter)["find"] = worker.find
-        del worker.drafter._model.draft
-        return worker.counts
-
-    llm.collective_rpc(begin)
-    return lambda: llm.collective_rpc(end)[0]
 
 
 def _generate(llm: LLM, prompt: list[int], options: dict[str, Any], **params: Any) -> str:

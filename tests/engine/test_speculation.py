@@ -65,7 +65,7 @@ ENGINES = {
     "tokens in a file": Kind(["fier", "quest", "streamingllm"], {"home": "disk"}),
     "vLLM's kernel": Kind(["kvretrieval", "quest"], {"attention": "vllm"}),
     "pages in a file": Kind(["kvretrieval", "quest", "freekv"], {"home": "disk"}),
-    "encoded pages": Kind(["ttkv", "freekv"], {"home": "disk"}),
+    "encoded pages": Kind(["kvretrieval", "freekv"], {"home": "disk", "codec": "k8v4"}),
     "streamed pages": Kind(["kvretrieval"], {"home": "disk", "streaming_attention": True}),
     "filters": Kind(["omnikv", "fier"], {"filters": [1], "observation": "uniform"}),
     "filters and a file": Kind(["omnikv"], {"filters": [1], "home": "disk"}),

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from tests.spec import quantised as reference
 from tests.support.adapters import random_lora
-from tests.support.engine import Request, alone, drive, engine, likely, prompt, random_llama
+from tests.support.engine import Request, alone, by, drive, engine, likely, prompt, random_llama
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.quantization.rounding import rounded
 from vllm_kvretrieval.store.serving.identity import identity_of
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 0.06
 """Of log-probs: a rounding of float32 decides between two numbers of a token, and then of more."""
+
+
+METHODS = ("freekv", "quest", "snapkv", "streamingllm")
+RETRIEVAL = {"budget": 128, "sink": 32, "window": 32, "also": [*METHODS]}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def llm(model):
         model,
         dtype="float32",
         max_model_len=1024,
-        max_num_seqs=4,
+        max_num_seqs=6,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_lora=True,
@@ -44,7 +48,7 @@ def llm(model):
         max_lora_rank=8,
         quantization="kvr_int8",
         attention_backend="kvretrieval",
-        additional_config={"kv_retrieval": {"budget": 128, "sink": 32, "window": 32}},
+        additional_config={"kv_retrieval": RETRIEVAL},
     ) as llm:
         yield llm
 
@@ -97,6 +101,14 @@ def test_selection(llm):
     request = Request(prompt(500), 12, {})
     first, *_ = drive(llm, [request, Request(prompt(200), 12, {}), Request(prompt(60), 12, {})])
     assert first.tokens == alone(llm, request).tokens
+
+
+def test_methods(llm):
+    """Within the budget every group of methods attends to the whole context."""
+    asked = [Request(prompt(90), 12, {}), *(Request(prompt(90), 12, by(m)) for m in METHODS)]
+    expected, *found = drive(llm, asked)
+    for method, answer in zip(METHODS, found, strict=True):
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3), method
 
 
 def test_a_store_is_not_shared_with_other_weights(llm):

@@ -11,20 +11,24 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor import parameter
 from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
+from vllm.model_executor.layers import linear
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import PlatformEnum
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
 from tests.spec import quantised as reference
 from tests.support.engine import random_mixture
-from tests.support.quantised_models import FORMATS, SIZES, random_quantised
+from tests.support.quantised_models import FORMATS, SIZES, by_gptq, random_quantised
+from vllm_kvretrieval.quantization.gptq import GPTQConfig
 from vllm_kvretrieval.quantization.kernels import (
     KvrInt8ScaledMMLinearKernel,
     KvrWNA16LinearKernel,
     offer_kernels,
 )
 from vllm_kvretrieval.quantization.layers import kept
+from vllm_kvretrieval.quantization.methods import Int4Config, Int8Config
 
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -172,3 +176,46 @@ def test_the_first_kernel_that_serves():
             offer_kernels(first=first)
             assert found.count(ours) == 1
             assert found.index(ours) == (0 if first else len(found) - 1)
+
+
+@pytest.fixture
+def ranks(load, tmp_path, monkeypatch):
+    """Makes layers of a model as each of two ranks has them."""
+    random_llama(tmp_path, False)
+    load(tmp_path, dtype="bfloat16")  # which starts what layers ask for their rank
+
+    def make(kind, *shape, config):
+        for rank in (0, 1):
+            for module in (linear, parameter):
+                monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+                monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda own=rank: own)
+            yield kind(
+                *shape, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="mlp.x"
+            )
+
+    return make
+
+
+@pytest.mark.parametrize("config", [Int8Config, Int4Config])
+def test_ranks_have_parts_of_a_layer(ranks, config):
+    """Rows and columns are divided before they are rounded."""
+    weight, x = torch.randn(96, 256).bfloat16(), torch.randn(3, 256).bfloat16()
+    exact = x.double() @ weight.double().T
+    products = []
+    for kind in (linear.RowParallelLinear, linear.ColumnParallelLinear):
+        for rank, layer in enumerate(ranks(kind, 256, 96, config=config())):
+            layer.weight.weight_loader(layer.weight, weight)
+            layer.quant_method.process_weights_after_loading(layer)
+            of_rank = x.chunk(2, 1)[rank] if kind is linear.RowParallelLinear else x
+            products.append(layer.quant_method.apply(layer, of_rank.contiguous()).double())
+    for found in (products[0] + products[1], torch.cat(products[2:], 1)):
+        assert (found - exact).norm() / exact.norm() < (0.015 if config is Int8Config else 0.12)
+
+
+@pytest.mark.parametrize("given", [{"desc_act": True}, {"group_size": -1, "sym": False}], ids=str)
+def test_groups_across_ranks_are_refused(ranks, given):
+    """Whose inputs lie on several ranks; layers whose outputs are divided have all inputs."""
+    config = GPTQConfig.from_config(by_gptq(4, 32, True, False).settings | given)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 1"):
+        next(ranks(linear.RowParallelLinear, 256, 64, config=config))
+    next(ranks(linear.ColumnParallelLinear, 256, 64, config=config))

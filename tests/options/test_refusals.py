@@ -6,6 +6,7 @@ Engines are configured as ``vllm serve`` does it; none is started.
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from tests.support.engine import checkpoint
 from tests.support.model_configs import DEEPSEEK, LLAMA, WHISPER
 from vllm_kvretrieval.attention.cpu import refusals
+from vllm_kvretrieval.attention.cpu.speculation import check_speculation
 from vllm_kvretrieval.attention.refusals import CONNECTOR, check_layer
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -303,6 +305,17 @@ def test_drafts_with_the_other_model_runner(configure, monkeypatch):
         configure(LLAMA, speculative_config=drafts)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     configure(LLAMA, speculative_config=drafts)
+
+
+def test_drafts_of_models_with_states():
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="ngram"),
+        num_speculative_tokens=2,
+        use_v2_model_runner=False,
+        model_config=SimpleNamespace(is_hybrid=True, model="jamba"),
+    )
+    with pytest.raises(RetrievalConfigError, match="the states of jamba would keep what these"):
+        check_speculation(config, RetrievalConfig(), "vec")
 
 
 def test_hashes_of_a_store(configure):

@@ -49,7 +49,7 @@ def test_what_was_read_is_kept(chat, tmp_path):
         time.sleep(0.1)
     first.send_signal(signal.SIGINT)
     assert first.wait(WAIT_S) == 130, told.read_text()
-    said = re.search(r"([\d,]+) tokens are read, and kept in (\S+)", told.read_text())
+    said = re.search(r"([\d,]+) tokens have been read; (\S+) keeps them: the", told.read_text())
     assert said is not None, told.read_text()
     read = int(said[1].replace(",", ""))
     assert said[2].startswith(str(tmp_path / "kept"))

@@ -69,6 +69,7 @@ def test_all_layers_encode_what_leaves(tmp_path):
         storage.begin_step(SimpleNamespace(kv_cache_block_copies=None))
         step = StepContexts(
             requests=["a"],
+            seats=np.array([0]),
             before=np.array([before]),
             lens=np.array([before + SIZE]),
             certain=np.array([before + SIZE]),
@@ -78,3 +79,19 @@ def test_all_layers_encode_what_leaves(tmp_path):
             most_pages=1,
         )
         assert [storage.plan(step).leaving.tolist() for _ in range(2)] == [[page], [page]]
+
+
+def test_pages_with_drafts_stay_open():
+    """Until the tokens that a page is full of are certain; with others in their places, or not."""
+    tier, table = OpenPages(SIZE, 0), np.array([[7, 8, 9, 5]])
+
+    def closing(before, certain, after):
+        start, end, stay = (np.array([tokens]) for tokens in (before, after, certain))
+        return tier.advance(["a"], start, end, stay, table)
+
+    assert closing(0, 3, 3) == []
+    assert closing(3, 4, 9) == [7]  # drafts fill a page, and begin another
+    assert closing(5, 6, 8) == []  # one was accepted, and other drafts fill the page again
+    assert closing(6, 7, 8) == []  # all were rejected
+    assert closing(8, 9, 13) == [8]  # one was accepted, which has filled the page
+    assert tier.end(["a"]) == ([], [9, 5])

@@ -90,14 +90,14 @@ def test_notebook(as_example, tmp_path, monkeypatch, capsys):
     codes = [cell for cell in cells if cell["cell_type"] == "code"]
     for number, cell in enumerate(codes, 1):
         assert cell["execution_count"] == number, "run make notebook"
-        exec(cell["source"], names)
+        exec("".join(cell["source"]), names)
     assert asked == [32]
     rows = names["rows"]
     assert [row.method for row in rows] == [compare.FULL, *METHODS]
     assert all(row.same == 0 or math.isfinite(row.gap) for row in rows)
     assert "streamingllm" in capsys.readouterr().out
     drawn = (tmp_path / "examples" / "methods.png").read_bytes()
-    assert eval(codes[-1]["source"], names)._repr_png_() == drawn
+    assert eval("".join(codes[-1]["source"]), names)._repr_png_() == drawn
     kept = [kind for cell in codes for output in cell["outputs"] for kind in output.get("data", ())]
     assert "image/png" in kept
 

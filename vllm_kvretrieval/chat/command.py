@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ MAX_TOKENS = 200
 MOST_PASSAGES = 8
 LINE_S = 10.0
 """How often the bar is written where it is no terminal's."""
+AGAIN = "the same command goes on there"
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model that are downloaded."""
 
@@ -111,12 +113,12 @@ class Address(NamedTuple):
     Attributes:
         url: Its address.
         key: Its API key.
-        store: Where it keeps what it has read; None: it is not known.
+        kept: What becomes of what it has read, when this program ends.
     """
 
     url: str
     key: str
-    store: Path | None = None
+    kept: str
 
 
 def run(given: argparse.Namespace) -> int:
@@ -151,16 +153,21 @@ def _read(path: Path) -> Document:
 def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterator[Address]:
     if given.url:
         url = given.url.rstrip("/").removesuffix("/v1")
-        yield Address(f"{url}/v1", given.api_key or "none")
+        yield Address(f"{url}/v1", given.api_key or "none", f"the server keeps them: {AGAIN}")
         return
     _say("looking at the model and this machine ...")
+    given.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     model, serving = _plan(given, [document.text for document in documents])
     _tell(model, serving)
     from vllm_kvretrieval.upstream.defaults import all_cores
 
     key = secrets.token_urlsafe()
     settings = {"VLLM_PLUGINS": "kvretrieval", **all_cores()}
-    given.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)  # not without the server
+    kept = "nothing is kept of them"
+    if serving.store is not None:
+        kept = f"{serving.store} keeps them: {AGAIN}"
     log = given.directory / f"{folder_name(model)}.log"
     with Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server:
         _say(f"$ {server.command}\n  log: {server.log}")
@@ -168,9 +175,13 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
         with tqdm(bar_format=starts, leave=False, disable=not sys.stderr.isatty()) as bar:
             server.wait_ready(lambda _: bar.update())
         try:
-            yield Address(f"{server.url}/v1", key, serving.store)
+            yield Address(f"{server.url}/v1", key, kept)
         except openai.APIConnectionError as error:
             raise server.error(f"it does not answer ({error})") from None
+
+
+def _end(number: int, _: Any) -> None:
+    sys.exit(128 + number)
 
 
 def _models(named: str | None) -> list[str]:
@@ -199,11 +210,13 @@ def _models(named: str | None) -> list[str]:
 
 def _plan(given: argparse.Namespace, texts: Sequence[str]) -> tuple[str, Serving]:
     """The first of the models that holds the texts, and its server."""
+    budget = [] if given.budget is None else ["--kv-retrieval.budget", str(given.budget)]
+    options = [*budget, *given.engine], given.directory, not given.no_keep
     *models, last = _models(given.model)
     for model in models:
         with contextlib.suppress(TooLongError):
-            return model, plan(model, texts, given.engine, given.directory, not given.no_keep)
-    return last, plan(last, texts, given.engine, given.directory, not given.no_keep)
+            return model, plan(model, texts, *options)
+    return last, plan(last, texts, *options)
 
 
 def _tell(model: str, serving: Serving) -> None:
@@ -263,8 +276,7 @@ def _read_all(conversation: Conversation, address: Address) -> bool:
         conversation.read(report)
         return True
     except KeyboardInterrupt:
-        where = f" in {address.store}" if address.store else " by the server"
-        _say(f"\n{read:,} tokens are read, and kept{where}; the same command goes on behind them.")
+        _say(f"\n{read:,} tokens have been read; {address.kept}.")
         return False
     finally:
         if bar is not None:
@@ -338,13 +350,16 @@ class Loop:
             exact = {**options["vllm_xargs"], "kv_retrieval_exact": True}
             self._conversation.options = {**options, "vllm_xargs": exact}
         try:
-            self._last = reply = self._conversation.ask(question, _print)
+            reply = self._conversation.ask(question, _print)
         except openai.APIStatusError as error:
             print(f"The server refuses: {error}")
             return
         finally:
             self._conversation.options = before
         print()
+        if not reply.id:
+            return
+        self._last = reply
         each = 1000 * reply.decode_s / max(reply.tokens - 1, 1)
         _say(
             f"[first token after {reply.first_s:.2f} s, {reply.tokens} tokens, {each:.0f} ms each]"

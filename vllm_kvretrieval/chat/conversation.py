@@ -58,7 +58,7 @@ class Reply(NamedTuple):
     """An answer.
 
     Attributes:
-        id: The server's name of the request.
+        id: The server's name of the request; empty if nothing of the answer was let come.
         text: The answer, as far as it was let come.
         tokens: Tokens of it.
         first_s: Seconds until the first of them.
@@ -121,7 +121,8 @@ class Conversation:
     @property
     def tells_sources(self) -> bool:
         """Whether the server notes what answers attend to, for requests that ask."""
-        return self._server.ask("/v1/kv_retrieval/options")[0] == 200
+        status, text = self._server.ask("/v1/kv_retrieval/options")
+        return status == 200 and "sources" in json.loads(text)["may"]
 
     def _tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a chat; notes the longest context that the server has."""
@@ -268,7 +269,10 @@ class Conversation:
         except openai.OpenAIError:
             self._messages.pop()
             raise
-        self._messages.append({"role": "assistant", "content": reply.text})
+        if reply.id:
+            self._messages.append({"role": "assistant", "content": reply.text})
+        else:
+            self._messages.pop()
         return reply
 
     def _stream(self, say: Callable[[str], None]) -> Reply:
@@ -280,14 +284,14 @@ class Conversation:
             "max_tokens": self._max_tokens,
             "temperature": 0,
         }
-        stream = self._client.chat.completions.create(
-            **request,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=self.options,
-        )
-        with closing(stream):
-            try:
+        try:
+            stream = self._client.chat.completions.create(
+                **request,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=self.options,
+            )
+            with closing(stream):
                 for chunk in stream:
                     name = chunk.id
                     tokens = chunk.usage.completion_tokens if chunk.usage else tokens
@@ -296,8 +300,8 @@ class Conversation:
                         first = first or last
                         pieces.append(piece)
                         say(piece)
-            except KeyboardInterrupt:
-                tokens = tokens or len(pieces)
+        except KeyboardInterrupt:
+            tokens = tokens or len(pieces)
         return Reply(name, "".join(pieces), tokens, first, last - first)
 
 

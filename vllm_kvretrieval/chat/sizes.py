@@ -24,8 +24,11 @@ PART = 0.5
 FAST = 0.25
 """The share of the free memory for the fast part of a cache on disk."""
 SEQUENCES = "4"
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+MOST_MIXED = 4 * GIB
+"""The largest KV cache of a model whose layers differ."""
 BACKEND = ("--attention-backend", "kvretrieval")
+MEMORY = "--kv-cache-memory-bytes"
 
 
 class TooLongError(RetrievalConfigError):
@@ -103,7 +106,7 @@ def plan(
     if needed > longest:
         raise TooLongError(too_long(model, tokens, longest))
     retrieval = RetrievalConfig.from_vllm(vllm_config)
-    each = retrieval and token_bytes(vllm_config, retrieval)
+    each = None if retrieval is None else token_bytes(vllm_config, retrieval)
     free, weights = _free_memory(), weight_bytes(model)
     if weights > free:
         raise RetrievalConfigError(too_large(model, weights, 0, free, needed))
@@ -111,42 +114,32 @@ def plan(
     options = [*BACKEND, "--max-num-seqs", SEQUENCES, "--enable-prompt-tokens-details"]
     options += ["--kv-retrieval.sources", "true"]
     options += ["--enforce-eager"]  # compiling would take longer than many a text
-    if not each:
-        remark = (
-            "The layers of this model differ, so its KV cache is not kept: after a restart the "
-            "documents are read again."
-        )
-        length, size = min(longest, _rounded(needed)), int(PART * free)
-        options += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(size)]
-        return Serving([*options, *engine], length, tokens, None, [remark])
-    length = longest if longest * (each.kv + each.indexed) <= PART * free else _rounded(needed)
-    length = min(length, longest)
-    sizes = _Sizes(length, each.kv, each.indexed, free)
-    remarks = []
-    if keep:
-        own = directory / folder_name(model)
+    own = directory / folder_name(model) if keep else None
+    if own is not None:
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        home, held = sizes.of_store(own)
-        if home is None:
-            keep = False
-            remarks.append(
-                f"{shutil.disk_usage(own).free / GIB:.1f} GiB of disk are free at {own}, too few "
-                "to keep the KV cache: after a restart the documents are read again."
-            )
-    if not keep:
-        home, held = sizes.without_store()
-    if home is None:
-        raise RetrievalConfigError(too_large(model, weights, sizes.context, free + weights, needed))
-    store = own / f"{home}-{held}" if keep else None
-    options += ["--max-model-len", str(length), "--kv-retrieval.home", home]
-    if store is not None:
-        options += ["--kv-retrieval.store", str(store)]
-    if home == "disk":
-        options += ["--kv-retrieval.home_bytes", str(int(held * each.kv))]
-        options += ["--kv-cache-memory-bytes", str(int(FAST * free))]
+    if each is None:
+        length = min(longest, _rounded(needed))
+        cache, store = _of_mixed_layers(own, free)
     else:
-        options += ["--kv-cache-memory-bytes", str(int(held * each.kv))]
-    return Serving([*options, *engine], length, tokens, store, remarks)
+        fits = longest * (each.kv + each.indexed) <= PART * free
+        length = longest if fits else min(longest, _rounded(needed))
+        sizes = _Sizes(length, each.kv, each.indexed, free)
+        found = sizes.cache(own)
+        if found is None:
+            free += weights
+            raise RetrievalConfigError(too_large(model, weights, sizes.context, free, needed))
+        cache, store = found
+    remarks = []
+    if store is not None:
+        cache += ["--kv-retrieval.store", str(store)]
+    elif own is not None:
+        disk = shutil.disk_usage(own).free / GIB
+        remarks.append(
+            f"{disk:.1f} GiB of disk are free at {own}, too few to keep the KV cache: after a "
+            "restart the documents are read again."
+        )
+    options += ["--max-model-len", str(length), *cache, *engine]
+    return Serving(options, length, tokens, store, remarks)
 
 
 class _Sizes(NamedTuple):
@@ -169,7 +162,26 @@ class _Sizes(NamedTuple):
         """Bytes of the longest context."""
         return self.length * (self.kv + self.indexed)
 
-    def without_store(self) -> tuple[str | None, int]:
+    def cache(self, directory: Path | None) -> tuple[list[str], Path | None] | None:
+        """Options for the KV cache, and the store that keeps it; None: there is no room.
+
+        Args:
+            directory: Where the model's stores are; None: none is wanted.
+        """
+        home, tokens = self._of_store(directory) if directory else (None, 0)
+        store = directory / f"{home}-{tokens}" if directory and home else None
+        if home is None:
+            home, tokens = self._without_store()
+        if home is None:
+            return None
+        size = str(int(tokens * self.kv))
+        options = ["--kv-retrieval.home", home]
+        if home == "device":
+            return [*options, MEMORY, size], store
+        fast = str(int(FAST * self.free))
+        return [*options, "--kv-retrieval.home_bytes", size, MEMORY, fast], store
+
+    def _without_store(self) -> tuple[str | None, int]:
         """The home, and how many tokens it holds; None: there is no room."""
         for tokens in (KEPT * self.length, self.length):
             if tokens * (self.kv + self.indexed) <= PART * self.free:
@@ -178,7 +190,7 @@ class _Sizes(NamedTuple):
                 return "disk", tokens
         return None, 0
 
-    def of_store(self, directory: Path) -> tuple[str | None, int]:
+    def _of_store(self, directory: Path) -> tuple[str | None, int]:
         """The same for a store; one that is there is taken where it holds enough."""
         found = []
         for path in directory.iterdir():
@@ -200,6 +212,25 @@ class _Sizes(NamedTuple):
         """Whether so many tokens have room on this disk, and their index in memory."""
         room = tokens * self.kv <= PART * shutil.disk_usage(directory).free
         return room and tokens * self.indexed <= FAST * self.free / 2
+
+
+def _of_mixed_layers(directory: Path | None, free: float) -> tuple[list[str], Path | None]:
+    """The same as :meth:`_Sizes.cache` for a model whose tokens have no size of their own.
+
+    A store of it is a copy of the cache in memory, of the same size at each start.
+
+    Args:
+        directory: See there.
+        free: Bytes of free memory, less the weights.
+    """
+    size, store = int(PART * free), None
+    if directory is not None:
+        found = [path.name.removeprefix("memory-") for path in directory.glob("memory-*")]
+        held = [int(mib) * MIB for mib in found if mib.isdecimal() and int(mib) * MIB <= size]
+        kept = max(held, default=min(1 << (size.bit_length() - 1), MOST_MIXED))
+        if held or kept <= PART * shutil.disk_usage(directory).free:
+            size, store = kept, directory / f"memory-{kept // MIB}"
+    return ["--kv-retrieval.home", "device", MEMORY, str(size)], store
 
 
 def _rounded(tokens: int) -> int:

@@ -40,7 +40,7 @@ class DecodePlan:
         method: The method's number in the engine, or ``WHOLE``.
         rows: The requests, each of which decodes one token, or verifies drafts behind it.
         index: int64 [queries]; the tokens of the rows in the batch, None where each has one, and
-            they are the first ones in it.
+            they are all that lead the batch with one.
         lists: The tokens of each (row, KV head); its entries are the rows' ``lists``.
         own: Further facts for the method's layers.
         schedule: How vLLM's kernel attends; None: ours does.

@@ -32,6 +32,8 @@ STATIC = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
 """The files of the page, by the end of their path."""
+OPTIONS = ("budget", "sources")
+"""Options of requests that the page sets, beside full attention."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -93,13 +95,14 @@ def get_file(file: str, request: Request) -> Response:
 
 @data.get("/options")
 def get_options(request: Request) -> dict[str, Any]:
-    """What requests may ask for: their largest budget, the default, and full attention."""
+    """What requests may ask for: which options, and of the budget the largest and the default."""
     config = _page(request).config
     return {
         "budget": config.budget,
         "most": config.budget_limit,
         "page_size": config.page_size,
-        "exact": config.allow_exact,
+        "may": [name for name in OPTIONS if config.lets_set(name)],
+        "exact": config.allow_exact and config.lets_set("exact"),
         "stored": config.store is not None,
     }
 

@@ -22,10 +22,13 @@ from vllm_kvretrieval.quantization.layers import keep, kept
 from vllm_kvretrieval.quantization.packing import BLOCK, Packed, pack
 from vllm_kvretrieval.quantization.product import multiply
 
-WITH_ZEROS = {scalar_types.uint4: 4, scalar_types.uint8: 8}
-SYMMETRIC = {scalar_types.uint4b8: 4, scalar_types.uint8b128: 8}
-BITS_OF = WITH_ZEROS | SYMMETRIC
-"""Bits of the types of weights that are served."""
+BITS_OF = {
+    scalar_types.uint4: 4,
+    scalar_types.uint8: 8,
+    scalar_types.uint4b8: 4,
+    scalar_types.uint8b128: 8,
+}
+"""Bits of the types of weights that are served, with zeros and without."""
 
 
 def pack_unsigned(

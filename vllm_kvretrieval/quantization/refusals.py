@@ -21,7 +21,8 @@ def check_weights(vllm_config: "VllmConfig") -> None:
     Raises:
         RetrievalConfigError: Says what of the weights is not served, and what to take instead.
     """
-    if vllm_config.load_config.load_format == "gguf":
+    named = vllm_config.model_config.quantization  # by a plug-in that reads GGUF
+    if vllm_config.load_config.load_format == "gguf" and named is None:
         raise RetrievalConfigError(f"this vLLM reads no GGUF files; {INSTEAD}.")
     for bits, group in _formats(vllm_config.quant_config):
         by_vllm = bits == 4 and group % 2 == 0 and _multiplies_4_bits()

@@ -40,7 +40,8 @@ class Source(Protocol):
             lists: Their tokens, numbered as in the KV cache; over the rows' lists.
 
         Returns:
-            Parts of one softmax. A list may be empty in some of them, but not in all.
+            Parts of one softmax. A list may be empty in some of them, but not in all. Rows with
+            drafts have a single part.
         """
         ...
 
@@ -121,6 +122,7 @@ class StepContexts:
 
     Attributes:
         requests: Ids, in batch order.
+        seats: int [R]; their seats.
         before: int [R]; tokens of each context before the step.
         lens: int [R]; tokens of each context with the step.
         certain: int [R]; the same without drafts, which the step may reject.
@@ -132,6 +134,7 @@ class StepContexts:
     """
 
     requests: Sequence[str]
+    seats: np.ndarray
     before: np.ndarray
     lens: np.ndarray
     certain: np.ndarray

@@ -199,6 +199,7 @@ class Encoded(FilePages):
         Every metadata builder asks once in a step, and all of them are told the same full pages.
         """
         if self._leaving is None:
+            self._unpin(step)
             full = self._open.advance(
                 step.requests, step.before, step.lens, step.certain, step.block_table
             )

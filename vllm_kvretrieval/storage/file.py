@@ -141,6 +141,7 @@ class FileStorage:
         self.slow_layers: Sequence[str] = ()
         self.dense = frozenset[str]()
         self.pages: list[RecallCache] = []
+        self._ends: dict[str, int] = {}  # tokens of the contexts of requests, drafts included
         self.tokens: list[TokenRecall] = []
 
     def allocate(
@@ -185,10 +186,23 @@ class FileStorage:
 
     def plan(self, step: StepContexts) -> Any:
         """The parts of home that the layers read in place, if a context exceeds all budgets."""
+        self._unpin(step)
         retrieving = self._runs(step, step.whole)
         if step.whole is None:
             return Reads(retrieving, retrieving)
         return Reads(self._runs(step, None) if self.dense else None, retrieving)
+
+    def _unpin(self, step: StepContexts) -> None:
+        """Let go of pages that rejected drafts have begun, which begin anew in the step."""
+        size = self.config.page_size
+        tokens = step.before.tolist(), step.lens.tolist()
+        for request, seat, before, end in zip(
+            step.requests, step.seats.tolist(), *tokens, strict=False
+        ):
+            if -(-before // size) * size < self._ends.get(request, 0):
+                for cache in self.pages:
+                    cache.release(seat)
+            self._ends[request] = end
 
     def _runs(self, step: StepContexts, requests: np.ndarray | None) -> np.ndarray | None:
         chosen = slice(None) if requests is None else requests
@@ -219,6 +233,8 @@ class FileStorage:
         for seat in seats:
             for recall in self._recalls:
                 recall.release(seat)
+        for request in requests:
+            self._ends.pop(request, None)
 
     def check(self) -> str:
         """See :meth:`Storage.check`."""

@@ -39,9 +39,12 @@ class FilePagesLayer(FileLayer):
         self.cache.write(slot_mapping)
 
     def reach(self, rows: DecodeRows, lists: TokenLists) -> Sequence[Part]:
-        """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`."""
+        """See :meth:`RecallCache.resolve` and :meth:`RecallCache.stream`.
+
+        Rows with drafts have single parts: their queries see different numbers of the last tokens.
+        """
         found = TokenLists.empty(rows, lists.run, lists.kv_heads)
-        if not self.streams:
+        if not self.streams or rows.starts is not None:
             self.cache.resolve(rows, found)
             return (Part(found, self._units),)
         late = TokenLists.empty(rows, lists.run, lists.kv_heads)

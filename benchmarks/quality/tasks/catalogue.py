@@ -44,8 +44,9 @@ MORE_TASKS = (
     Task("novel", "smollm2_32k", SMOLLM2_32K, 8192, 2, forced.novel),
     Task("novel", "smollm2_32k", SMOLLM2_32K, 16384, 2, forced.novel),
     *(
-        Task(name, "smollm2_32k", SMOLLM2_32K, context, 4, forced.answers(make))
+        Task(name, label, model, context, 4, forced.answers(make))
         for name, make in MAKERS.items()
+        for label, model in (("gemma3", GEMMA3), ("smollm2_32k", SMOLLM2_32K))
         for context in (2048, 4096)
     ),
 )

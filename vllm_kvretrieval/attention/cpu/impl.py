@@ -380,7 +380,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         the method.
         Learned sinks go with the first part. Weights are asked for of a single part only.
         """
-        assert weights is None or len(parts) == 1
+        assert len(parts) == 1 or (weights is None and parts[0].lists.starts is None)
         sinks, (*before, last) = self._sinks, parts
         for part in before:
             own, lse = torch.empty(query.shape), torch.empty(query.shape[:2])

@@ -37,13 +37,14 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     # vLLM moves requests that decode a single token to the front of the batch.
     reorder_batch_threshold = 1
 
+    drafts: DraftedRecords | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = self.num_heads // self.num_kv_heads
         self.requests: RequestTable | None = None
         self.storage: Storage = Memory()
         self.own = False
-        self.drafts: DraftedRecords | None = None
 
     def attach(
         self,
@@ -175,11 +176,13 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
                 whole = split.prompts
                 if split.whole is not None:
                     whole = np.concatenate([split.whole.places, whole])
+        seats = requests.seats[: len(lens)]
         return StepContexts(
             requests=requests.batch[: len(lens)],
+            seats=seats,
             before=before,
             lens=lens,
-            certain=requests.certain(requests.seats[: len(lens)], before, lens),
+            certain=requests.certain(seats, before, lens),
             block_table=dense.block_table.numpy(),
             whole=whole,
             laid_out=laid_out,

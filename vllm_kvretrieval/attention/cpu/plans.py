@@ -23,8 +23,8 @@ class Whole:
 
     Attributes:
         places: int64 [rows]; the requests' places in the batch.
-        index: int64 [queries]; their tokens in the batch, None where each has one, and they are the
-            first ones in it.
+        index: int64 [queries]; their tokens in the batch, None where each has one, and they are all
+            that lead the batch with one.
         by: Where vLLM's kernel attends, its metadata for them alone; where ours does, all pages of
             their contexts.
     """

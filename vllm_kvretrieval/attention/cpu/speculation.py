@@ -43,6 +43,11 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
             f"{config.method} verifies drafts on a CPU with vLLM's V1 model runner, not with V2; "
             f"set VLLM_USE_V2_MODEL_RUNNER=0, or leave {by} out."
         )
+    if (model := vllm_config.model_config).is_hybrid:
+        raise RetrievalConfigError(
+            f"{config.method} verifies drafts, of which some are rejected, and on a CPU the states "
+            f"of {model.model} would keep what these have changed; leave {by} out."
+        )
     if config.sources:
         raise RetrievalConfigError(
             "kv_retrieval.sources=True notes what steps of single tokens attend to, and those of "

@@ -210,7 +210,8 @@ class StepPlanner:
         """
         seats, first = torch.from_numpy(self._seats[places]), dense.query_start_loc.numpy()
         count = len(places)
-        if first[count] == count and places[-1] == count - 1:
+        leads = first[count] == count and places[-1] == count - 1
+        if leads and (count == len(first) - 1 or first[count + 1] > count + 1):
             return Contexts(dense.block_table[:count], dense.seq_lens[:count], seats), None
         new = np.diff(first)[places]
         ends = new.cumsum(dtype=np.int32)

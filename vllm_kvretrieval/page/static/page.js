@@ -66,12 +66,13 @@ async function enter() {
   at("login").hidden = true;
   at("main").hidden = false;
   state.model = (await call("/v1/models")).data[0].id;
-  const { budget, most, exact, stored } = state.options;
+  const { budget, most, exact, may, stored } = state.options;
   const kept = stored ? "documents are kept in its store" : "documents are kept until it ends";
   at("model").textContent = `${state.model}; ${kept}`;
   const least = Math.min(128, most);
   Object.assign(at("budget"), { min: least, max: most, step: least, value: budget });
   at("beside").disabled = !exact;
+  at("budget").disabled = !may.includes("budget");
   showBudget();
   await listDocuments();
 }
@@ -213,7 +214,8 @@ async function ask() {
   turn.append(element("p", question), pair);
   at("answers").prepend(turn);
   at("send").disabled = true;
-  const ways = [[`budget ${budget.toLocaleString("en")}`, { kv_retrieval_budget: budget }]];
+  const own = at("budget").disabled ? {} : { kv_retrieval_budget: budget };
+  const ways = [[`budget ${budget.toLocaleString("en")}`, own]];
   if (at("beside").checked) ways.push(["full attention", { kv_retrieval_exact: true }]);
   const cards = ways.map(([name]) => card(name));
   pair.append(...cards.map(({ box }) => box));
@@ -224,6 +226,7 @@ async function ask() {
       if (state.document !== about) return;
       reply.name = name;
       first ??= reply;
+      if (!tells()) continue;
       await sources(chat, reply, cards[i]);
       if (i === 0) display(reply);
     }
@@ -233,6 +236,8 @@ async function ask() {
     at("send").disabled = false;
   }
 }
+
+const tells = () => state.options.may.includes("sources");
 
 function card(name) {
   const made = { box: element("div", "", { className: "answer" }), head: element("h3", name) };
@@ -246,7 +251,7 @@ async function answer(chat, options, { head, text }) {
   const body = {
     model: state.model, messages: chat, max_tokens: MAX_TOKENS, temperature: 0, stream: true,
     stream_options: { include_usage: true },
-    vllm_xargs: { ...options, kv_retrieval_sources: true },
+    vllm_xargs: { ...options, ...(tells() && { kv_retrieval_sources: true }) },
   };
   const began = performance.now();
   const stream = await call("/v1/chat/completions", { method: "POST", body, stream: true });
