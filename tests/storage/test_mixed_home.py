@@ -35,13 +35,7 @@ OPTIONS = {
 RETRIEVING = {
     "gemma3": [5, 11],
     "gemma4": [1, 3],
-    "gemma4_shared": [1, 3, 5, 7],
     "gpt_oss": [1, 3],
-    "llama4": [1, 3],
-    "lfm2": [1, 3, 5],
-    "granite": [1, 3],
-    "nemotron": [1, 4],
-    "qwen3_next": [1, 3],
 }
 """The layers that retrieve."""
 ROUNDING = {"gpt_oss": 1e-3}
@@ -77,10 +71,10 @@ def ask(llm, options=None):
     return [*answers, *drive(llm, [turn])]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RETRIEVING if "shared" not in name]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RETRIEVING if name != "gemma4"]
 
 
-@pytest.fixture(scope="module", params=["gemma4_shared", *SLOW])
+@pytest.fixture(scope="module", params=["gemma4", *SLOW])
 def model(request, tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")

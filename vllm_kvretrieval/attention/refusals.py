@@ -285,7 +285,11 @@ def check_layer(selector: Any) -> None:
 
 def check_impl(impl: Any) -> None:
     """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
-    refuse_of_model({"ALiBi": impl.alibi_slopes is not None})
+    unsupported = {
+        "ALiBi": impl.alibi_slopes is not None,
+        "cross-layer KV sharing": impl.kv_sharing_target_layer_name is not None,
+    }
+    refuse_of_model(unsupported)
 
 
 def refuse_of_model(unsupported: Mapping[str, bool]) -> None:
