@@ -63,7 +63,9 @@ def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
         pool: See :func:`pool_for`; not used before.
     """
     begin, cpu = time.perf_counter(), time.process_time()
-    store = SchedulerStore(str(directory), name_of(IDENTITY), pool, BlockLevels(), 1, Arrivals())
+    store = SchedulerStore(
+        str(directory), name_of(IDENTITY), [pool], BlockLevels(), [1], Arrivals()
+    )
     times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
     assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}
     store.close()

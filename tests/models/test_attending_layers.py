@@ -17,6 +17,7 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _RegisteredModel
@@ -25,6 +26,7 @@ from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
+from vllm_kvretrieval.upstream.states import end_chunks_at_blocks
 
 SHAPE: dict[str, Any] = {
     "dtype": "float32",
@@ -145,6 +147,23 @@ def test_the_layers_that_vllm_builds_are_those_of_the_configuration(configure, w
     assert full_attention_layers(config.model_config) == expected
     names = number_layers(config, specs, RetrievalConfig.from_options("freekv", {}))
     assert list(names.values()) == expected
+
+
+def test_states_of_mamba_2_are_kept_at_ends_of_chunks(configure, world):
+    """By default in their middle, too, of which vLLM's kernel for CPUs knows nothing."""
+    config = configure("GraniteMoeHybrid")
+    world(config)
+    with set_current_vllm_config(config), torch.device("meta"):
+        model = initialize_model(config)
+    layers = [layer for layer in model.modules() if isinstance(layer, MambaMixer2)]
+
+    def in_the_middle():
+        specs = [layer.get_kv_cache_spec(config) for layer in layers]
+        return {spec.num_prefill_checkpoint_blocks for spec in specs}
+
+    assert in_the_middle() == {1}
+    assert end_chunks_at_blocks(model) == len(layers) == 3
+    assert in_the_middle() == {0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

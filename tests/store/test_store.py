@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 
 from tests.support.store_model import (
+    DIVIDED,
     GEOMETRY,
     IDENTITY,
     Crash,
@@ -18,6 +19,7 @@ from tests.support.store_model import (
     Model,
     again,
     block_bytes,
+    contents,
     new_store,
     truncate,
     write,
@@ -50,9 +52,10 @@ def store(tmp_path):
     return new_store(tmp_path / "store")
 
 
-def test_a_trivial_model(store):
+@pytest.mark.parametrize("geometry", [GEOMETRY, DIVIDED], ids=["alike", "divided"])
+def test_a_trivial_model(tmp_path, geometry):
     """Random steps of an engine: what was committed is found, and nothing else."""
-    chance = random.Random(0)
+    store, chance = new_store(tmp_path / "store", geometry), random.Random(0)
     model = Model(chance)
     for step in range(STEPS):
         block = chance.randrange(GEOMETRY.blocks)
@@ -60,7 +63,7 @@ def test_a_trivial_model(store):
         if what < 0.5:
             model.fill(store, block)
         elif what < 0.7:  # overwritten, and the server ended before the record was written
-            write(store, block, chance.randbytes(block_bytes(GEOMETRY)))
+            write(store, block, chance.randbytes(block_bytes(geometry, block)))
             model.live.pop(block, None)
         elif what < 0.9:
             store.void([block])
@@ -195,10 +198,11 @@ def test_power_loss(tmp_path):
     assert not found
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRY, DIVIDED], ids=["alike", "divided"])
 @pytest.mark.parametrize("name", GEOMETRY.files)
-def test_bit_flips(store, name):
+def test_bit_flips(tmp_path, geometry, name):
     """A flipped bit loses the block that it is in, and no other."""
-    chance = random.Random(4)
+    store, chance = new_store(tmp_path / "store", geometry), random.Random(4)
     model = Model(chance)
     for block in range(GEOMETRY.blocks):
         model.fill(store, block)
@@ -214,6 +218,18 @@ def test_bit_flips(store, name):
         model.check(store, complete=False)
         unused = name == USED or (name == RECORDS and place % RECORD_BYTES in range(8, 16))
         assert len(offered) == GEOMETRY.blocks - (not unused)
+
+
+def test_erasing_in_both_parts(tmp_path):
+    """Blocks on both sides of the border, and no others."""
+    store = new_store(tmp_path / "store", DIVIDED)
+    data = [bytes([block + 1]) * block_bytes(DIVIDED, block) for block in range(16)]
+    for block in range(16):
+        write(store, block, data[block])
+    store.erase([2, 8, 9, 10, 11, 15])
+    erased = [block for block in range(16) if not any(contents(store, block))]
+    assert erased == [2, 8, 9, 10, 11, 15]
+    assert all(contents(store, block) == data[block] for block in range(16) if block not in erased)
 
 
 def test_another_level_is_another_sum(store):

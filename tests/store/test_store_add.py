@@ -25,7 +25,7 @@ from vllm_kvretrieval.store.add import ServedChat
 from vllm_kvretrieval.upstream.defaults import all_cores
 
 SMOL = "SmolLM2-135M-Instruct"
-BLOCK, MEMORY = 128, 64 << 20
+BLOCK, MEMORY = 128, 256 << 20
 OPTIONS = {
     "attention_backend": "kvretrieval",
     "enforce_eager": True,
@@ -49,9 +49,16 @@ def texts(folder, words):
 
 @pytest.mark.engine
 @pytest.mark.model
-def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
-    """Of all that is read a whole number of blocks; salts apart; names stay for `drop`."""
-    model, directory = shortened(tmp_path / "model", SMOL, 3), str(tmp_path / "store")
+@pytest.mark.parametrize("home", ["disk", pytest.param("device", marks=pytest.mark.slow)])
+def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys, home):
+    """Of all that is read a whole number of blocks; salts apart; names stay for `drop`.
+
+    In memory, of a model with windows.
+    """
+    directory = str(tmp_path / "store")
+    model = checkpoint("gemma-3-270m")
+    if home == "disk":
+        model = shortened(tmp_path / "model", SMOL, 3)
     files = texts(tmp_path, (1100, 400, 20))
     monkeypatch.setattr(add, "PIECE", 700)
     for name, value in all_cores().items():
@@ -60,7 +67,7 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     given = ["store", "add", model, *map(str, files), "--store", directory]
     given += [part for name in ("emma", "other", "note") for part in ("--name", name)]
-    options = ["--dtype", DTYPE, "--kv-retrieval.attention", "vllm", "--kv-retrieval.home", "disk"]
+    options = ["--dtype", DTYPE, "--kv-retrieval.attention", "vllm", "--kv-retrieval.home", home]
     options += ["--kv-retrieval.budget", "512", "--enforce-eager"]
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
         options += [f"--{name.replace('_', '-')}", str(OPTIONS[name])]
@@ -79,7 +86,7 @@ def test_documents_are_found_by_requests(tmp_path, monkeypatch, capsys):
     tokenizer = AutoTokenizer.from_pretrained(model)
     documents = [tokenizer.encode(path.read_bytes().decode()) for path in files]
     prompts = [[*document, 7, 8, 9] for document in documents]
-    retrieval = {"home": "disk", "store": directory, "budget": 512}
+    retrieval = {"home": home, "store": directory, "budget": 512}
     with engine(model, **OPTIONS, additional_config={"kv_retrieval": retrieval}) as llm:
         answers = drive(llm, [Request(prompt, 2, cache=True) for prompt in prompts])
     whole = [len(document) // BLOCK * BLOCK for document in documents]
@@ -191,4 +198,4 @@ def test_names_that_are_refused(tmp_path, capsys, names, why):
 def test_options_of_an_engine_are_for_add_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["store", "ls", str(tmp_path), "--", "--dtype", "float32"])
-    assert "for `store add` alone" in capsys.readouterr().err
+    assert "for `chat` and `store add` alone" in capsys.readouterr().err

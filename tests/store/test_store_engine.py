@@ -57,8 +57,8 @@ def damage(directory, block, store=None):
     """Flip a bit of a block, in the last layer of home, or in memory's part."""
     store = store or opened(directory)
     sizes = store.geometry
-    name, place = SIDE, block * sizes.side_bytes + 7
-    if sizes.layers:
+    name, place = SIDE, sizes.beside(block)[0] + 7
+    if sizes.layers and block < sizes.blocks:
         last = (sizes.layers - 1) * sizes.blocks + block
         name, place = PAGES, last * sizes.layer_block_bytes + 7
     with (store.folder.path / name).open("r+b") as file:

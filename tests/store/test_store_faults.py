@@ -28,7 +28,7 @@ def small_store(directory, blocks=600):
 
     def opened() -> Any:
         pool = store_start.pool_for(blocks)
-        return SchedulerStore(str(directory), path.name, pool, BlockLevels(), 1, Arrivals())
+        return SchedulerStore(str(directory), path.name, [pool], BlockLevels(), [1], Arrivals())
 
     return path, opened
 

@@ -43,6 +43,11 @@ MODELS = {
     "parts of blocks": [full_attention(), state(3 * BLOCK)],
 }
 WITHOUT_PARTS = [name for name in MODELS if name != "parts of blocks"]
+HOMES = [
+    *((name, False) for name in WITHOUT_PARTS),
+    *((name, True) for name in ("windows first", "smaller blocks of windows", "state")),
+]
+"""Also with groups of full attention in a slow home, and blocks of the others behind theirs."""
 
 pytestmark = [pytest.mark.model]
 
@@ -58,13 +63,13 @@ def lives(tmp_path):
     with contextlib.ExitStack() as ends:
         running: list[Life] = []
 
-        def start(specs=None, seed=0, **options):
+        def start(specs=None, seed=0, divided=False):
             if running:
                 running.pop().end()
             if specs is None:
                 return None
             directory = tmp_path / "store"
-            running.append(Life(directory, stepper(directory, specs, 3 * BLOCK, **options), seed))
+            running.append(Life(directory, stepper(directory, specs, 3 * BLOCK), seed, divided))
             return running[0]
 
         ends.callback(lambda: running and running.pop().end())
@@ -112,19 +117,19 @@ def test_a_prefix_is_found_after_a_restart(lives, specs):
     assert life.checked
 
 
-@pytest.mark.parametrize("name", WITHOUT_PARTS)
-def test_only_what_is_whole_is_found(lives, tmp_path, name):
+@pytest.mark.parametrize(("name", "divided"), HOMES)
+def test_only_what_is_whole_is_found(lives, tmp_path, name, divided):
     """Whichever blocks are damaged, of whichever group."""
     specs, shorter = MODELS[name], set()
-    lives(specs).stepper.ask(prompt(1, 16), 4)
-    numbers = lives(specs).scheduler._order
+    lives(specs, divided=divided).stepper.ask(prompt(1, 16), 4)
+    numbers = lives(specs, divided=divided).scheduler._order
     intact = shutil.copytree(tmp_path / "store", tmp_path / "intact")
     for seed in range(30):
         chance = random.Random(seed)
         lives()
         shutil.rmtree(tmp_path / "store")
         shutil.copytree(intact, tmp_path / "store")
-        life = lives(specs)
+        life = lives(specs, divided=divided)
         records = life.store.records()
         present = [set[int]() for _ in specs]
         lost = chance.sample([*records], chance.choice([1, 1, 2, 5]))
@@ -217,10 +222,10 @@ def keys_of(life, tokens):
     return keys
 
 
-@pytest.mark.parametrize("name", WITHOUT_PARTS)
-def test_a_pinned_document_stays_with_all_its_parts(lives, tmp_path, name):
+@pytest.mark.parametrize(("name", "divided"), HOMES)
+def test_a_pinned_document_stays_with_all_its_parts(lives, tmp_path, name, divided):
     specs = MODELS[name]
-    life = lives(specs)
+    life = lives(specs, divided=divided)
     life.stepper.ask(prompt(1, 4), 2)
     found = life.stepper.ask(prompt(1, 4), 2)[1]
     assert found == 4 * BLOCK
@@ -228,7 +233,7 @@ def test_a_pinned_document_stays_with_all_its_parts(lives, tmp_path, name):
     (key,) = end_of(tmp_path / "store", found, specs_size(specs))
     life.change(PIN, key)
     for restart in (False, True):
-        life = lives(specs) if restart else life
+        life = lives(specs, divided=divided) if restart else life
         for document in range(2, 16):
             life.stepper.ask(prompt(document), 2)
         assert life.stepper.ask(prompt(1, 4), 2)[1] == found
@@ -239,12 +244,12 @@ def test_a_pinned_document_stays_with_all_its_parts(lives, tmp_path, name):
     assert life.scheduler.reset_prefix_cache(), "nothing is held any more"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_random_lives(lives, name):
+@pytest.mark.parametrize(("name", "divided"), [*HOMES, ("parts of blocks", False)])
+def test_random_lives(lives, name, divided):
     """Requests come, share, are aborted and preempted; servers end and start."""
     checked = 0
     for seed in range(6):
-        life = lives(MODELS[name], seed)
+        life = lives(MODELS[name], seed, divided)
         for _ in range(200):
             if life.random.random() < 0.2 and len(life.stepper.requests()) < 6:
                 life.ask_at_random()

@@ -1,14 +1,7 @@
 """Engines with a store over models that mix kinds of layers: what is found and answered."""
 
 import pytest
-from transformers import (
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+import torch
 
 from tests.store.test_store_engine import (
     BLOCK,
@@ -21,7 +14,7 @@ from tests.store.test_store_engine import (
     opened,
     prompt,
 )
-from tests.support.device_models import LAYERS, SHAPE, convolutions, make, sinks, states, windows
+from tests.support import mixed_models
 from tests.support.engine import engine
 from vllm_kvretrieval.attention.cpu.refusals import STABLE_HASH
 from vllm_kvretrieval.store.add import context_keys
@@ -31,70 +24,29 @@ from vllm_kvretrieval.store.disk.groups import Parts, groups_of
 pytestmark = [pytest.mark.engine]
 
 
-def larger_heads(path):
-    """Gemma 4: layers with full attention have larger heads, so their blocks have fewer tokens."""
-    config = Gemma4TextConfig(
-        global_head_dim=128,
-        num_global_key_value_heads=1,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=512,
-        num_kv_shared_layers=0,
-        **LAYERS,
-        **SHAPE,
-    )
-    return Gemma4ForCausalLM(config)
-
-
-def delta_nets(path):
-    """Qwen3-Next: three of four layers are gated delta nets."""
-    config = Qwen3NextConfig(
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        head_dim=64,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=128,
-        shared_expert_intermediate_size=128,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        **SHAPE,
-    )
-    return Qwen3NextForCausalLM(config)
-
-
-def few_attending(path):
-    """Nemotron-H: state spaces (Mamba 2), attention, and layers with neither."""
-    config = NemotronHConfig(
-        num_hidden_layers=6,
-        layers_block_type=["mamba", "attention", "mlp", "mamba", "attention", "mlp"],
-        head_dim=64,
-        mamba_num_heads=8,
-        mamba_head_dim=64,
-        n_groups=1,
-        ssm_state_size=16,
-        **SHAPE,
-    )
-    return NemotronHForCausalLM(config)
-
-
-FAMILIES = [
-    windows,
+CASES = [("gemma3", "device")]
+SLOW = [
+    *((name, "disk") for name in ("gemma3", "gemma4", "gpt_oss")),
     *(
-        pytest.param(family, marks=pytest.mark.slow)
-        for family in (larger_heads, sinks, convolutions, delta_nets, states, few_attending)
+        (name, "device")
+        for name in ("gemma4", "gpt_oss", "lfm2", "qwen3_next", "granite", "nemotron")
     ),
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids="-".join,
+)
 def lives(request, tmp_path_factory):
     """Answers of an engine, and of one that was started when it had ended, with a damaged block of
     a window or state; and how much of that document is whole."""
     path, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("lives") / "store"
-    make(request.param, path)
-    retrieval = {"store": str(directory), "budget": 512, "page_size": PAGE}
+    name, home = request.param
+    torch.manual_seed(0)
+    getattr(mixed_models, name)().save_pretrained(path)
+    retrieval = {"home": home, "store": str(directory), "budget": 512, "page_size": PAGE}
 
     def life():
         return engine(str(path), **OPTIONS, additional_config={"kv_retrieval": retrieval})

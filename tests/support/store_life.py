@@ -10,10 +10,16 @@ import time
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from benchmarks.stepper import BLOCK, Stepper
 from tests.support.store_model import contents
+from vllm_kvretrieval.engine.block_pools import Split
 from vllm_kvretrieval.engine.connector import Seats
 from vllm_kvretrieval.storage.lost import Lost, allotted_blocks
 from vllm_kvretrieval.store.disk.files import write_at
@@ -27,6 +33,8 @@ from vllm_kvretrieval.store.serving.worker import WorkerStore
 BLOCKS = 90
 PARTS = 24, 8
 GEOMETRY = Geometry(BLOCKS, 2, 64, sum(PARTS))
+DIVIDED = Geometry(56, 2, 64, sum(PARTS), others=BLOCKS - 56, other_bytes=sum(PARTS))
+"""As many blocks, those of windows and states behind the ones in a slow home."""
 OPTIONS = {"home": "disk", "budget": 256}
 IDENTITY = {"model": "test", "dtype": "x", "codec": "raw", "vllm": "0", "block_size": BLOCK}
 
@@ -79,8 +87,9 @@ def written(key, level, group=0):
 class Life:
     """A server from its start to its end: the scheduler, and a worker that computes nothing."""
 
-    def __init__(self, directory, stepper, seed=0):
+    def __init__(self, directory, stepper, seed=0, divided=False):
         self.random = random.Random(seed)
+        self.geometry, split = GEOMETRY, None
         self.stepper, self.scheduler = stepper, stepper.scheduler
         self.groups = self.scheduler.kv_cache_config.kv_cache_groups
         self.specs = [group.kv_cache_spec for group in self.groups]
@@ -90,13 +99,18 @@ class Life:
         if len(self.groups) > 1:
             identity[GROUPS] = groups.described(self.groups, "test")
         self.home: Any = WorkerStore(str(directory), identity)
-        self.home.file(GEOMETRY)
+        if divided:
+            numbers = range(len(self.specs))
+            homes = tuple(n for n in numbers if isinstance(self.specs[n], FullAttentionSpec))
+            self.geometry = DIVIDED
+            split = Split(homes, DIVIDED.blocks, DIVIDED.others)
+        self.home.file(self.geometry)
         self.parts = [torch.zeros(BLOCKS, n, dtype=torch.uint8) for n in PARTS]
         self.lost = Lost()
-        self.home.attach(self.parts, self.lost)
+        self.home.attach(self.parts, self.lost, others=self.parts if divided else ())
         self.store = open_store(str(directory), self.home.name, write=True)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): Seats(8, self.home.name)}
+            {(0, 0): Seats(8, self.home.name, split)}
         )
         self.stepper.look = self.compute
         self.checked, self.counts = 0, collections.Counter[str]()
@@ -112,6 +126,7 @@ class Life:
         """Change the bytes of a block that has been stored."""
         self.settle()
         self.write(block, b"?" * len(written(b"", 0)))
+        self.store.write_side(block, [b"?" * self.geometry.beside(block)[1]])
 
     def change(self, action, key):
         """Ask the server for a change, as others do."""
@@ -132,7 +147,8 @@ class Life:
         for source, target in copies:
             self.write(target, self.read(source))
         copied = {target for _, target in copies}
-        by_group = allotted_blocks(output, [spec.block_size for spec in self.specs])
+        sizes = {number: spec.block_size for number, spec in enumerate(self.specs)}
+        by_group = allotted_blocks(output, sizes)
         for _, new in by_group:
             for block in {*new} - copied - {0}:
                 self.write(block, self.random.randbytes(len(written(b"", 0))))
@@ -140,7 +156,7 @@ class Life:
             self.write(block, written(record.key, record.level, record.group))
         for shared, _ in by_group:
             for block in {*shared} - copied - {0}:
-                self.check(self.scheduler.kv_cache_manager.block_pool.blocks[block])
+                self.check(self.scheduler._store._blocks[block])
         for request in output.scheduled_new_reqs:
             self.check_whole(request.block_ids, request.num_computed_tokens)
         self.home.end_step(step)
@@ -154,7 +170,8 @@ class Life:
             return
         level = store.numbers.number(self.scheduler.levels.of(block))
         data = written(block.block_hash[:32], level, record.group)
-        assert data == self.read(block.block_id)
+        found = self.read(block.block_id)
+        assert data[-len(found) :] == found
         self.checked += 1
 
     def check_whole(self, by_group, tokens):
@@ -169,15 +186,16 @@ class Life:
 
     def read(self, block):
         """The bytes of a block: those on the disk, and those in memory beside it."""
-        pages = contents(self.store, block)[: -GEOMETRY.side_bytes]
+        pages = contents(self.store, block)[: -sum(PARTS)]
         return pages + b"".join(bytes(part[block].tolist()) for part in self.parts)
 
     def write(self, block, data):
-        for layer in range(GEOMETRY.layers):
-            size = GEOMETRY.layer_block_bytes
-            place = (layer * BLOCKS + block) * size
+        sizes = self.geometry
+        for layer in range(sizes.layers if block < sizes.blocks else 0):
+            size = sizes.layer_block_bytes
+            place = (layer * sizes.blocks + block) * size
             write_at(self.store.pages_fd, data[layer * size : (layer + 1) * size], place)
-        side = torch.frombuffer(bytearray(data[-GEOMETRY.side_bytes :]), dtype=torch.uint8)
+        side = torch.frombuffer(bytearray(data[-sum(PARTS) :]), dtype=torch.uint8)
         for part, values in zip(self.parts, side.split(PARTS), strict=True):
             part[block] = values
 

@@ -13,6 +13,8 @@ from vllm_kvretrieval.store.disk.store import Geometry, Store, make_store, name_
 
 IDENTITY = {"model": "test", "dtype": "bfloat16"}
 GEOMETRY = Geometry(blocks=16, layers=3, layer_block_bytes=40, side_bytes=24)
+DIVIDED = Geometry(10, layers=3, layer_block_bytes=40, side_bytes=24, others=6, other_bytes=72)
+"""As many blocks, some of which do not lie in the slow home."""
 
 
 class Crash(BaseException):
@@ -42,7 +44,7 @@ def contents(store: Store, block: int) -> bytes:
     """All bytes of a block, in pages and beside them."""
     sizes = store.geometry
     parts = []
-    for layer in range(sizes.layers):
+    for layer in range(sizes.layers if block < sizes.blocks else 0):
         place = (layer * sizes.blocks + block) * sizes.layer_block_bytes
         parts.append(os.pread(store.pages_fd, sizes.layer_block_bytes, place))
     return b"".join(parts) + bytes(store.read_side(block))
@@ -51,15 +53,17 @@ def contents(store: Store, block: int) -> bytes:
 def write(store: Store, block: int, data: bytes) -> None:
     """Give a block such contents, as a step of the engine does."""
     sizes = store.geometry
-    for layer in range(sizes.layers):
+    layers = sizes.layers if block < sizes.blocks else 0
+    for layer in range(layers):
         place = (layer * sizes.blocks + block) * sizes.layer_block_bytes
         begin = layer * sizes.layer_block_bytes
         write_at(store.pages_fd, data[begin : begin + sizes.layer_block_bytes], place)
-    store.write_side(block, [data[sizes.layers * sizes.layer_block_bytes :]])
+    store.write_side(block, [data[layers * sizes.layer_block_bytes :]])
 
 
-def block_bytes(sizes: Geometry) -> int:
-    return sizes.layers * sizes.layer_block_bytes + sizes.side_bytes
+def block_bytes(sizes: Geometry, block: int = 0) -> int:
+    beside = sizes.beside(block)[1]
+    return beside + (sizes.layers * sizes.layer_block_bytes if block < sizes.blocks else 0)
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Model:
     def fill(self, store: Store, block: int) -> None:
         """Write a block and its record."""
         record = self.record(self.random.randrange(3))
-        data = self.random.randbytes(block_bytes(store.geometry))
+        data = self.random.randbytes(block_bytes(store.geometry, block))
         self.live.pop(block, None)
         self.written[record] = data
         write(store, block, data)

@@ -129,30 +129,27 @@ class RetrievalScheduler(ChunkScheduler):
         self._homes = split.homes
         divide(self.kv_cache_manager.coordinator, split)
 
-    def _handle_invalid_blocks(
-        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
-    ) -> set[str]:
-        """Fail the requests that hold blocks which home cannot give back.
-
-        vLLM does so only for models with a single group of layers.
-        """
-        if len(self._managers) == 1:
-            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        failed = set[str]()
-        for request, home in itertools.product(self.running, self._homes):
-            name, manager = request.request_id, self._managers[home]
-            before = request.num_computed_tokens - num_scheduled_tokens.get(name, 0)
-            numbers = [block.block_id for block in manager.req_to_blocks[name]]
-            computed = numbers[: -(-before // manager.block_size)]
-            if lost := [n for n, number in enumerate(computed) if number in invalid_block_ids]:
-                failed.add(name)
-                manager.block_pool.evict_blocks({*numbers[lost[0] :]})
-        return failed
-
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         """See ``Scheduler.update_from_output``."""
         self._output = output
         return super().update_from_output(scheduler_output, output)
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any) -> set[str]:
+        """The requests that hold lost blocks, which fail; see vLLM's scheduler.
+
+        That one serves models with a single group of layers. No two groups have the same block.
+        """
+        if len(self._managers) == 1:
+            failed: set[str] = super()._handle_invalid_blocks(invalid_block_ids, *args)
+            return failed
+        failed = set()
+        for request in self.running:
+            by_group = self.kv_cache_manager.get_block_ids(request.request_id)
+            if not invalid_block_ids.isdisjoint(itertools.chain(*by_group)):
+                failed.add(request.request_id)
+                for manager, blocks in zip(self._managers, by_group, strict=True):
+                    manager.block_pool.evict_blocks({*blocks})
+        return failed
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics of a step, with what the workers have counted."""
@@ -164,15 +161,14 @@ class RetrievalScheduler(ChunkScheduler):
     def _restore(self, name: str) -> SchedulerStore:
         """Put the blocks of the store with this name into the prefix cache."""
         assert self.retrieval.store is not None
-        pool = self.kv_cache_manager.block_pool
-        longest = sum(
+        longest = [
             -(-spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes)
             for spec in self._specs
-        )
+        ]
         self._store = SchedulerStore(
             self.retrieval.store,
             name,
-            pool,
+            [manager.block_pool for manager in self._managers],
             self.levels,
             longest,
             self._arrivals,

@@ -130,18 +130,20 @@ def _others(
 
 
 def shared_memory(
-    kv_cache_config: KVCacheConfig, layers: Mapping[str, Any]
+    kv_cache_config: KVCacheConfig, layers: Mapping[str, Any], but: Collection[str] = ()
 ) -> Iterator[torch.Tensor]:
     """The memory of a KV cache whose groups of layers share it: a block is of one of them.
 
     Args:
-        kv_cache_config: vLLM's, of the cache that it has allocated.
+        kv_cache_config: vLLM's.
         layers: vLLM's layers by name.
+        but: Names of layers that lie elsewhere.
 
     Returns:
         uint8 [blocks, n] each; together they have all bytes of a block, whichever group has it.
     """
-    first = kv_cache_config.kv_cache_tensors[0]
+    tensors = [t for t in kv_cache_config.kv_cache_tensors if {*but}.isdisjoint(t.layers)]
+    first = tensors[0]
     cache = layers[first.layers[0]].kv_cache
     cache = cache if isinstance(cache, torch.Tensor) else cache[0]
     memory = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
@@ -149,7 +151,7 @@ def shared_memory(
     blocks, end = kv_cache_config.num_blocks, 0
     places = {
         (tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
-        for tensor in kv_cache_config.kv_cache_tensors
+        for tensor in tensors
         for layer in range(len(tensor.layers))
     }
     for begin, stride in sorted(places):

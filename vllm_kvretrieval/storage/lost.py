@@ -1,7 +1,7 @@
 """Blocks that a slow home cannot give back: requests that need them fail, others go on."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -80,12 +80,9 @@ class LostBlocks(Lost):
         self._found.clear()
         if not self._doubtful:
             return
-        sizes = [self._block_size] * len(self._groups)
-        found = allotted_blocks(step, sizes, self._groups)
-        shared = {block for of_group, _ in found for block in of_group}
-        new = {block for _, of_group in found for block in of_group}
-        self.add(self._doubtful.intersection(shared))
-        self._doubtful.difference_update(new)
+        for shared, new in allotted_blocks(step, dict.fromkeys(self._groups, self._block_size)):
+            self.add(self._doubtful.intersection(shared))
+            self._doubtful.difference_update(new)
 
     def take(self) -> set[int]:
         """Blocks that were lost in this step or the one before.
@@ -122,15 +119,12 @@ class LostBlocks(Lost):
         )
 
 
-def allotted_blocks(
-    step: Any, sizes: Sequence[int], groups: Sequence[int] | None = None
-) -> list[tuple[list[int], list[int]]]:
+def allotted_blocks(step: Any, sizes: Mapping[int, int]) -> list[tuple[list[int], list[int]]]:
     """The blocks that requests get in a step.
 
     Args:
         step: vLLM's scheduler output.
-        sizes: Tokens of a block, of each group of layers.
-        groups: Numbers of these groups; None: they are all.
+        sizes: Tokens of a block, by the number of the group of layers.
 
     Returns:
         For each group, numbers of the blocks that were computed before, and of those that are
@@ -144,10 +138,9 @@ def allotted_blocks(
         if blocks is not None:
             allotted.append((blocks, tokens if name in cached.resumed_req_ids else 0))
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in sizes]
-    for of_all, tokens in allotted:
-        by_group = of_all if groups is None else [of_all[group] for group in groups]
-        for of_request, size, (shared, new) in zip(by_group, sizes, found, strict=True):
+    for by_group, tokens in allotted:
+        for (group, size), (shared, new) in zip(sizes.items(), found, strict=True):
             count = -(-tokens // size)
-            shared += of_request[:count]
-            new += of_request[count:]
+            shared += by_group[group][:count]
+            new += by_group[group][count:]
     return found

@@ -187,12 +187,6 @@ class Planner:
         """
         config, directory = self.retrieval_config, self.retrieval_config.store
         assert directory is not None
-        if self.mixed and config.slow_home:
-            raise RetrievalConfigError(
-                f"kv_retrieval.store={directory!r} with home={config.home} keeps blocks of full "
-                f"attention, and {self.model_config.model} has layers of other kinds, too. Use "
-                "home=device, or leave the store out."
-            )
         if len(hashes) != 1:
             load_format = self.vllm_config.load_config.load_format
             raise RetrievalConfigError(

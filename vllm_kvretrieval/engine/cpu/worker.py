@@ -222,7 +222,12 @@ class RetrievalCPUWorker(CPUWorker):
         self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
-            self.stored.attach(beside, storage.lost, storage.encoded_pages, storage.block_pages)
+            others: list[torch.Tensor] = []
+            if planner.split is not None:
+                cache, at_home = self.model_runner.kv_cache_config, planner.names_at_home
+                others = [*shared_memory(cache, layers, at_home)]
+            caches, pages = storage.encoded_pages, storage.block_pages
+            self.stored.attach(beside, storage.lost, caches, pages, others)
         if self._connected:
             store, lost = self.stored and self.stored.name, self.storage.lost.take
             split = self.planner.split
@@ -262,15 +267,16 @@ class RetrievalCPUWorker(CPUWorker):
 
     def _blocks_beside_home(self, layers: dict[str, Any]) -> Iterator[torch.Tensor]:
         """What fast memory has of each block: layers and page indexes, uint8 [blocks, n]."""
-        blocks = self.cache_config.num_gpu_blocks
-        if self.planner.mixed:
+        planner = self.planner
+        blocks = planner.blocks
+        if planner.mixed and planner.tiers is None:
             yield from shared_memory(self.model_runner.kv_cache_config, layers)
         else:
-            for name in self.planner.layer_numbers:
-                if name not in (*self.storage.slow_layers, *self.planner.owners):
+            for name in planner.layer_numbers:
+                if name not in (*self.storage.slow_layers, *planner.owners):
                     yield layers[name].kv_cache.view(torch.uint8).view(blocks, -1)
-        for impl in self.retrieval_layers.values():
-            for index in impl.indexes:
+        for name in planner.own_layers:
+            for index in self.retrieval_layers[name].indexes:
                 yield index.records.view(blocks, -1)
 
     def _use_huge_pages(self) -> None:

@@ -32,7 +32,7 @@ class Ranks:
         self.stores = stores
         self.name = name_of_all(first.folder.path.name)
         self.folder, self.identity, self.used = first.folder, first.identity, first.used
-        self.blocks = first.geometry.blocks
+        self.blocks = first.geometry.all_blocks
         self.block_bytes = sum(store.geometry.block_bytes for store in stores)
         self.bytes = sum(store.geometry.bytes for store in stores)
 

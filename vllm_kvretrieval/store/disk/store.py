@@ -62,30 +62,46 @@ class Geometry:
     """Sizes of a store.
 
     Attributes:
-        blocks: vLLM's blocks.
+        blocks: vLLM's blocks; with a slow home, those of groups of layers there.
         layers: Layers in the slow home; 0: there is none.
         layer_block_bytes: Bytes of a block there, in one layer.
         side_bytes: Bytes of a block outside of home: its part of dense layers and of page indexes.
+        others: Blocks behind these by number, of groups of layers that do not lie in the slow home.
+        other_bytes: Bytes of each of them.
     """
 
     blocks: int
     layers: int
     layer_block_bytes: int
     side_bytes: int
+    others: int = 0
+    other_bytes: int = 0
+
+    @property
+    def all_blocks(self) -> int:
+        """All of vLLM's blocks."""
+        return self.blocks + self.others
+
+    def beside(self, block: int) -> tuple[int, int]:
+        """Where a block lies in the file of what is outside of home, and how many bytes it has."""
+        if block < self.blocks:
+            return block * self.side_bytes, self.side_bytes
+        begin = self.blocks * self.side_bytes
+        return begin + (block - self.blocks) * self.other_bytes, self.other_bytes
 
     @property
     def files(self) -> dict[str, int]:
         """Bytes of each file that grows with the blocks, by its name."""
         return {
             PAGES: self.blocks * self.layers * self.layer_block_bytes,
-            SIDE: self.blocks * self.side_bytes,
-            RECORDS: self.blocks * RECORD_BYTES,
-            USED: self.blocks * 8,
+            SIDE: self.blocks * self.side_bytes + self.others * self.other_bytes,
+            RECORDS: self.all_blocks * RECORD_BYTES,
+            USED: self.all_blocks * 8,
         }
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, in home and outside of it."""
+        """Bytes of one of the first blocks, in home and outside of it."""
         return self.layers * self.layer_block_bytes + self.side_bytes
 
     @property
@@ -207,13 +223,14 @@ class Store:
             OSError: The contents of some blocks cannot be replaced.
         """
         sizes = self.geometry
-        for first, count in _runs(sorted(blocks)):
-            for layer in range(sizes.layers):
+        for first, count in _runs(sorted(blocks), sizes.blocks):
+            for layer in range(sizes.layers if first < sizes.blocks else 0):
                 place = (layer * sizes.blocks + first) * sizes.layer_block_bytes
                 if not zero(self._fds[PAGES], place, count * sizes.layer_block_bytes, slowly):
                     return
-            if sizes.side_bytes:
-                zero(self._fds[SIDE], first * sizes.side_bytes, count * sizes.side_bytes, slowly)
+            place, size = sizes.beside(first)
+            if size and not zero(self._fds[SIDE], place, count * size, slowly):
+                return
 
     def note_use(self, blocks: Sequence[int], first: int) -> None:
         """Number blocks, which are let go of in this order, from ``first`` on.
@@ -236,44 +253,46 @@ class Store:
             return False
 
     def write_side(self, block: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a block's parts of dense layers and page indexes, ``side_bytes`` in all."""
+        """Write all that a block has outside of home."""
         views = [memoryview(part).cast("B") for part in parts]
-        size = self.geometry.side_bytes
+        place, size = self.geometry.beside(block)
         assert sum(map(len, views)) == size
-        place = block * size
         for view in views:
             write_at(self._fds[SIDE], view, place)
             place += len(view)
 
     def read_side(self, block: int) -> bytearray:
         """Read what :meth:`write_side` wrote; raises OSError where that is impossible."""
-        size = self.geometry.side_bytes
-        return read_at(self._fds[SIDE], size, block * size)
+        place, size = self.geometry.beside(block)
+        return read_at(self._fds[SIDE], size, place)
 
     def _sum(self, block: int, record: Record) -> bytes:
         sizes = self.geometry
         total = hashlib.sha256(self.id + record.seed())
-        buffer = memoryview(bytearray(max(sizes.layer_block_bytes, sizes.side_bytes)))
+        begin, beside = sizes.beside(block)
+        buffer = memoryview(bytearray(max(sizes.layer_block_bytes, beside)))
         part = buffer[: sizes.layer_block_bytes]
-        for layer in range(sizes.layers):
+        for layer in range(sizes.layers if block < sizes.blocks else 0):
             place = (layer * sizes.blocks + block) * sizes.layer_block_bytes
             read_into(self._fds[PAGES], part, place)
             total.update(part)
-        part = buffer[: sizes.side_bytes]
-        read_into(self._fds[SIDE], part, block * sizes.side_bytes)
+        part = buffer[:beside]
+        read_into(self._fds[SIDE], part, begin)
         total.update(part)
         return total.digest()
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(numbers: Sequence[int], cut: int) -> Iterator[tuple[int, int]]:
     """Runs of consecutive numbers: the first one, and how many there are.
 
     Args:
         numbers: Rising.
+        cut: A number that is always the first one of its run.
     """
     first = 0
     for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+        goes_on = end < len(numbers) and numbers[end] == numbers[end - 1] + 1 != cut
+        if not goes_on:
             yield numbers[first], end - first
             first = end
 

@@ -23,7 +23,6 @@ from vllm_kvretrieval.storage.lost import allotted_blocks
 from vllm_kvretrieval.store.disk.changes import note, note_reset
 from vllm_kvretrieval.store.disk.contexts import (
     NO_PARENT,
-    PINNED_SHARE,
     beside,
     forgotten,
     id_of,
@@ -36,6 +35,7 @@ from vllm_kvretrieval.store.disk.names import read_kept, read_pins
 from vllm_kvretrieval.store.disk.ranks import open_ranks
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import LOCK, release
+from vllm_kvretrieval.store.serving.blocks import Blocks
 from vllm_kvretrieval.store.serving.groups import groups_of, numbers_of
 from vllm_kvretrieval.store.serving.halves import FIELD, Fault, StoreStep, started
 from vllm_kvretrieval.store.serving.levels import StoredLevels
@@ -131,11 +131,11 @@ class Leftovers:
     may have it again, but in a later step.
 
     Args:
-        pool: vLLM's block pool.
+        blocks: vLLM's.
     """
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, blocks: Blocks) -> None:
+        self._known = blocks
         self._blocks = set[int]()
 
     def add(self, blocks: Iterable[int]) -> None:
@@ -151,7 +151,7 @@ class Leftovers:
         """
         taken = []
         for number in [*self._blocks]:
-            block = self._pool.blocks[number]
+            block = self._known[number]
             if block.block_hash is not None or number in stored:
                 self._blocks.discard(number)
             elif not running or not block.ref_cnt:
@@ -176,14 +176,14 @@ def without_collection() -> Iterator[None]:
 
 
 class SchedulerStore:
-    """Blocks of a store in vLLM's block pool.
+    """Blocks of a store in vLLM's block pools.
 
     Args:
         directory: The directory of all stores.
         name: What the names of the workers' own directories begin with; they have opened them.
-        pool: vLLM's block pool, not yet used by any request.
+        pools: vLLM's block pools, not yet used by any request, by group of layers.
         levels: Gets the levels of the blocks that are restored.
-        longest: Blocks of the longest request.
+        longest: Blocks of the longest request, by group of layers.
         arrivals: The order in which requests arrive.
         days: Age at which blocks are forgotten; None: they never are.
         specs: vLLM's, of its groups of layers, if there are several.
@@ -196,23 +196,21 @@ class SchedulerStore:
         self,
         directory: str,
         name: str,
-        pool: Any,
+        pools: Sequence[Any],
         levels: BlockLevels,
-        longest: int,
+        longest: Sequence[int],
         arrivals: Arrivals,
         days: float | None = None,
         specs: Sequence[Any] = (),
     ) -> None:
-        self._pool, self._levels = pool, levels
-        most = min(int(PINNED_SHARE * len(pool.blocks)), len(pool.blocks) - 1 - longest)
-        self._most_pinned = max(most, 0)
+        self._blocks, self._levels = Blocks(pools, longest), levels
         self._arrivals = arrivals
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
-        self._numbers, self._groups = [0], [Group(pool.hash_block_size)]
+        self._numbers, self._groups = [0], [Group(self._blocks.hash_size)]
         if specs:
             self._numbers, self._groups = numbers_of(specs), groups_of(specs)
-        self._sizes = [spec.block_size for spec in specs] or [pool.hash_block_size]
+        self._sizes = [spec.block_size for spec in specs] or [self._blocks.hash_size]
         if specs and self._groups != stored_groups(self._store.identity):
             raise RetrievalConfigError(
                 f"store: {name} was made for other groups of layers "
@@ -225,7 +223,7 @@ class SchedulerStore:
         self._void_fault = Fault("what is forgotten stays on the disk")
         self._kept_fault = Fault("names and pins cannot be read")
         self._inbox = Inbox(self._store.folder)
-        self._leftovers = Leftovers(pool)
+        self._leftovers = Leftovers(self._blocks)
         self._counts = Counter[str]()
         self.numbers = StoredLevels(
             self._store.folder, lambda: {record.level for record in self._stored.values()}
@@ -251,24 +249,23 @@ class SchedulerStore:
         """Put the blocks of earlier runs into the prefix cache."""
         start = time.perf_counter()
         found = self._store.records()
-        found.pop(self._pool.null_block.block_id, None)
+        found.pop(self._blocks.null, None)
         whole = reachable(found)
         records = whole | beside(found, whole)
         order = sorted(records, key=lambda block: (self._store.used[block], -records[block].number))
-        blocks = [self._pool.blocks[number] for number in order]
-        self._pool.touch(blocks)
+        blocks = [self._blocks[number] for number in order]
+        self._blocks.touch(blocks)
         for block in blocks:
             record = records[block.block_id]
             key = self._hash_of(record)
             tokens = (record.number + 1) * self._groups[record.group].size
-            block.set_block_hash(key, num_tokens=tokens)
-            self._pool.cached_block_hash_to_block.insert(key, block)
+            self._blocks.cache(block, key, tokens)
             self._levels.note(block, self.numbers.level(record.level))
         # Also copies of what others have, and what lies behind a gap: to be forgotten with them.
         self._stored = found
         self._restored, self._absent, self._unchecked = set(records), set(records), records
         self._pin(records)
-        self._pool.free_blocks(blocks)
+        self._blocks.free(blocks)
         tokens = len(whole) * self._groups[0].size
         self._counts["store_tokens_restored"] = tokens
         logger.info(
@@ -296,17 +293,17 @@ class SchedulerStore:
             return
         cached = {number: records[number] for number in records if self._cached(number)}
         wanted, self._unpinned = pinned(pins, cached, self._groups)
-        most = self._most_pinned
-        if len(wanted) > most:
+        kept = self._blocks.pinned(wanted)
+        if len(wanted) > len(kept):
             logger.warning(
                 "store: %d of %d pinned blocks are kept; requests need the others.",
-                most,
+                len(kept),
                 len(wanted),
             )
         before = self._pinned
-        self._pinned = {number: self._pool.blocks[number] for number in wanted[:most]}
-        self._pool.touch([*self._pinned.values()])
-        self._pool.free_blocks(before.values())
+        self._pinned = {number: self._blocks[number] for number in kept}
+        self._blocks.touch(self._pinned.values())
+        self._blocks.free(before.values())
 
     def tend(self) -> None:
         """Forget what has become too old, or is found damaged, and do what users have asked for.
@@ -356,10 +353,10 @@ class SchedulerStore:
 
     def _drop(self, blocks: Collection[int]) -> None:
         """Take blocks out of the prefix cache, and forget them, whatever happens to the server."""
-        self._pool.evict_blocks({*blocks})
+        self._blocks.evict(blocks)
         held = [block for block in blocks if block in self._pinned]
         self._unpinned |= {self._stored[block].owner for block in held}
-        self._pool.free_blocks([self._pinned.pop(block) for block in held])
+        self._blocks.free([self._pinned.pop(block) for block in held])
         self._forget(blocks)
         self._leftovers.add(blocks)
         if blocks:
@@ -421,7 +418,7 @@ class SchedulerStore:
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Follow a step that has been scheduled, before any of its blocks is offered."""
-        by_group = allotted_blocks(scheduler_output, self._sizes)
+        by_group = allotted_blocks(scheduler_output, dict(enumerate(self._sizes)))
         of_first = by_group[self._numbers[0]][0]
         shared, new = set[int](), set[int]()
         for computed, written in by_group:
@@ -434,9 +431,8 @@ class SchedulerStore:
             new.add(target)
             if source in self._stored and not self._cached(source):
                 self._forget([source])
-        null = self._pool.null_block.block_id
-        shared.discard(null)
-        new.discard(null)
+        shared.discard(self._blocks.null)
+        new.discard(self._blocks.null)
         if self._absent:
             # Also of blocks that have just been forgotten: a request may share them already.
             self._step.load += (found := self._absent.intersection(shared))
@@ -482,7 +478,7 @@ class SchedulerStore:
             dropped = max(self._dropped.get(one, 0) for one in known)
             if arrived <= dropped:
                 self._dropped[record.owner] = dropped
-                self._pool.evict_blocks({block.block_id})
+                self._blocks.evict([block.block_id])
                 self._leftovers.add([block.block_id])
                 continue
             if record.owner in self._unpinned:
@@ -495,7 +491,7 @@ class SchedulerStore:
 
     def _end(self, group: int, number: int) -> int:
         """How many hashes a request has up to the end of a group's block."""
-        return (number + 1) * self._groups[group].size // self._pool.hash_block_size
+        return (number + 1) * self._groups[group].size // self._blocks.hash_size
 
     def _end_of_owner(self, group: int, number: int) -> int:
         """The same for the first group's block in which it ends."""
@@ -504,7 +500,7 @@ class SchedulerStore:
 
     def _cached(self, number: int) -> bool:
         """Whether the prefix cache has a stored block by its hash."""
-        return bool(self._pool.blocks[number].block_hash == self._hash_of(self._stored[number]))
+        return bool(self._blocks[number].block_hash == self._hash_of(self._stored[number]))
 
     def end_step(self, scheduler_output: Any) -> None:
         """Add to a step what becomes of the store's blocks."""
@@ -518,7 +514,7 @@ class SchedulerStore:
             request: It has ended, or was aborted.
             by_group: The blocks' numbers, in the order of the context, by group of layers.
         """
-        null = self._pool.null_block.block_id
+        null = self._blocks.null
         self._note_use([b for blocks in by_group for b in reversed(blocks) if b != null])
 
     def _note_use(self, blocks: Sequence[int]) -> None:
@@ -530,11 +526,11 @@ class SchedulerStore:
 
     def unpin(self) -> None:
         """Let go of the blocks that are never evicted, so that vLLM can empty its cache."""
-        self._pool.free_blocks(self._pinned.values())
+        self._blocks.free(self._pinned.values())
 
     def pin(self) -> None:
         """Hold them again, if it could not."""
-        self._pool.touch([*self._pinned.values()])
+        self._blocks.touch(self._pinned.values())
 
     def clear(self) -> None:
         """Forget everything: vLLM has emptied its prefix cache.

@@ -147,6 +147,7 @@ class WorkerStore:
         self._directory, self._identity, self._share = directory, identity, share
         self.name = name_of(identity, share)
         self._parts: list[torch.Tensor] = []
+        self._others: Sequence[torch.Tensor] = ()
         self._caches: Sequence[RecallCache] = ()
         self._pages, self._has_home = 1, False
         self._lost: Lost | None = None
@@ -192,10 +193,10 @@ class WorkerStore:
             )
         with self._erase_fault.noted():  # what a server has left that was killed
             recorded = self._store.records()
-            left = [n for n in range(self._store.geometry.blocks) if n not in recorded]
+            left = [n for n in range(self._store.geometry.all_blocks) if n not in recorded]
             self._store.erase(left, slowly=False)
         self._writer = BlockWriter(self._store, os.sched_getaffinity(os.getppid()))
-        self.blocks = self._store.geometry.blocks
+        self.blocks = self._store.geometry.all_blocks
 
     def blocks_for(self, cache: Cache, config: RetrievalConfig, wanted: int | None) -> int:
         """How many blocks the engine has to have, since the store has them.
@@ -212,15 +213,15 @@ class WorkerStore:
         given = f"--num-gpu-blocks-override {wanted}"
         if wanted is None and config.home_bytes is not None:
             sizes = self._store.geometry
-            wanted = config.home_bytes // (sizes.layers * sizes.layer_block_bytes)
+            wanted = config.home_bytes // (sizes.layers * sizes.layer_block_bytes) + sizes.others
             given = f"kv_retrieval.home_bytes={config.home_bytes} ({wanted} blocks)"
         self._check_blocks(wanted, given)
         assert self.blocks is not None
-        if self.blocks < cache.blocks_for(1):
+        if self._store.geometry.blocks < cache.blocks_for(1):
             raise RetrievalConfigError(
                 f"--max-model-len {cache.max_model_len}: one request needs {cache.blocks_for(1)} "
-                f"blocks, and the store {self._store.folder.path} has {self.blocks}. Lower it, or "
-                f"remove the store ({self._removal})."
+                f"blocks, and the store {self._store.folder.path} has "
+                f"{self._store.geometry.blocks}. Lower it, or remove the store ({self._removal})."
             )
         return self.blocks
 
@@ -311,6 +312,7 @@ class WorkerStore:
         lost: Lost,
         caches: Sequence[RecallCache] = (),
         pages: int = 1,
+        others: Sequence[torch.Tensor] = (),
     ) -> None:
         """Say what blocks have outside of a slow home; without one, that is all of them.
 
@@ -319,13 +321,17 @@ class WorkerStore:
             lost: Is told of blocks that cannot be read.
             caches: The recall caches of pages that are encoded in home.
             pages: Per block.
+            others: The same as ``parts``, of blocks that do not lie in the slow home; they have
+                rows for all numbers.
         """
         size = sum(part.shape[1] for part in parts)
         if not self._has_home:
             self.make(Geometry(len(parts[0]), 0, 0, size))
         assert self._store is not None
         assert size == self._store.geometry.side_bytes
+        assert sum(part.shape[1] for part in others) == self._store.geometry.other_bytes
         self._parts, self._caches = [part for part in parts if part.shape[1]], caches
+        self._others = others
         self._lost, self._pages = lost, pages
 
     def begin_step(self, step: StoreStep) -> None:
@@ -353,7 +359,7 @@ class WorkerStore:
             logger.error("store: block %d cannot be read (%s).", block, error)
             return False
         begin = 0
-        for part in self._parts:
+        for part in self._parts_of(block):
             size = part.shape[1]
             part[block] = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=begin)
             begin += size
@@ -376,7 +382,7 @@ class WorkerStore:
         self._pending.update(step.commit)
         complete = [block for block in self._pending if self._closed(block)]
         for block in complete:
-            side = [part[block].numpy().data for part in self._parts]
+            side = [part[block].numpy().data for part in self._parts_of(block)]
             self._writer.write(block, self._pending.pop(block), side)
 
     def take_counts(self) -> dict[str, int]:
@@ -399,11 +405,19 @@ class WorkerStore:
             self._writer = None
             self._lock.close()
 
+    def _parts_of(self, block: int) -> Sequence[torch.Tensor]:
+        """What memory has of a block."""
+        assert self._store is not None
+        return self._parts if block < self._store.geometry.blocks else self._others
+
     def _closed(self, block: int) -> bool:
         """Whether all pages of a block have got their final form in home, in all layers."""
         return all(cache.closed(self._pages_of(block)) for cache in self._caches)
 
     def _pages_of(self, block: int) -> list[int]:
+        assert self._store is not None
+        if block >= self._store.geometry.blocks:
+            return []
         return [block * self._pages + page for page in range(self._pages)]
 
 
@@ -426,6 +440,8 @@ def geometry_of(tiers: Tiers, layers: int) -> Geometry:
         layers=layers,
         layer_block_bytes=tiers.home // layers // tiers.blocks,
         side_bytes=(tiers.dense + tiers.index) // tiers.blocks,
+        others=tiers.other_blocks,
+        other_bytes=tiers.others // tiers.other_blocks if tiers.other_blocks else 0,
     )
 
 
