@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cli import SMOLLM2_32K
+from benchmarks.cli import SMOLLM2_32K, add_model
 from benchmarks.texts import excerpt
 
 LIKELIEST = 20
@@ -157,13 +157,13 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--model", type=Path, default=SMOLLM2_32K, metavar="PATH")
-    parser.add_argument("--method", default="kvretrieval")
-    parser.add_argument("--context", type=int, default=8000)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--drafts", type=int, default=4)
+    add_model(parser, SMOLLM2_32K)
+    parser.add_argument("--method", default="kvretrieval", help="that selects")
+    parser.add_argument("--context", type=int, default=8000, help="tokens of a prompt")
+    parser.add_argument("--budget", type=int, default=1024, help="in tokens")
+    parser.add_argument("--drafts", type=int, default=4, help="of a step")
     parser.add_argument("--tokens", type=int, default=80, help="that full attention continues")
-    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=4, help="how many prompts")
     parser.add_argument("--output", type=Path, help="a JSON file")
 
 

@@ -83,19 +83,3 @@ def linear(results: Results, options: Options) -> str:
         ]
         rows.append([str(tokens), *cells, f"{found[0]['float32_ms']:.1f}"])
     return markdown(header, rows)
-
-
-def quantised(results: Results, options: Options) -> str:
-    """Milliseconds of a step's linear layers: a row per model and tokens, a column per way."""
-    (store,) = results.values()
-    ways = [name for name in store["rows"][0] if name.endswith("_ms")]
-    header = [
-        "model",
-        "tokens",
-        *(f"{way.removesuffix('_ms').replace('_', ' ')} bits, ms" for way in ways),
-    ]
-    rows = [
-        [row["model"], str(row["tokens"]), *(f"{row[way]:.1f}" for way in ways)]
-        for row in store["rows"]
-    ]
-    return markdown(header, rows)

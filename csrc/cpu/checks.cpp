@@ -54,7 +54,7 @@ void check_rows(const DecodeRows& rows, int32_t seats, int32_t kv_heads, int32_t
       refuse(r, {"seat", std::to_string(seat), "is outside the", std::to_string(rows.spared_seats),
                  "of spared"});
     if (selects && rows.select[r] < 0) refuse(r, {std::to_string(rows.select[r]), units, "to select"});
-    if (drafts < 0 || drafts >= len)
+    if (len > 0 && (drafts < 0 || drafts >= len))
       refuse(r, {std::to_string(drafts), "draft tokens in a context of", std::to_string(len)});
     if (drafts > 0 && selects && window < (rows.per_token ? drafts : (len + page_size - 1) / page_size - (len - drafts) / page_size))
       refuse(r, {"its window of", std::to_string(window), units, "lacks draft tokens"});

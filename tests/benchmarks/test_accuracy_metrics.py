@@ -137,6 +137,8 @@ def test_corrected_share_is_of_the_heads_of_sparse_steps():
         "kivi_k4v4",
         "kvquant_k2v2",
         "kvquant_k4v4",
+        "full_int8",
+        "full_int4",
     ]
     speculating = {v.name for v in variants.VARIANTS if v.speculates}
     of_freekv = {v.name for v in variants.VARIANTS if v.method == "freekv"}

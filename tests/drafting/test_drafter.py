@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
 from tests.support.model_configs import LLAMA
 from vllm_kvretrieval.drafting import pace
@@ -48,11 +47,9 @@ def test_a_lookup_takes_the_last_of_the_longest_matches():
 
 
 def test_of_two_versions_the_later_one_is_drafted():
-    """VLLM's ``ngram`` drafts the earlier one."""
+    """VLLM's ``ngram`` drafts the earlier one (``tests/surprises``)."""
     tokens = np.array([1, 2, 3, 7, 1, 2, 3, 8, 9, 1, 2, 3], dtype=np.int32)
     assert tokens[find(tokens).end] == 8
-    ngram = _find_longest_matched_ngram_and_propose_tokens.py_func
-    assert ngram(tokens, 1, 3, 100, 1).tolist() == [7]
 
 
 def test_drafts_are_as_long_as_pays():

@@ -100,7 +100,7 @@ def test_installed_metadata():
     readme = (checkout / "README.md").read_text()
     assert f"{oldest} and {newest} that answers questions" in readme
     extras = set(installed.metadata.get_all("Provides-Extra", []))
-    assert extras == {"cpu", "cuda", "plot", "flashinfer"}
+    assert extras == {"chat", "cpu", "cuda", "plot", "flashinfer"}
     ours = {(e.group, e.value) for e in installed.entry_points}
     assert ours == {
         ("vllm.platform_plugins", "vllm_kvretrieval.plugin:activate_platform"),

@@ -180,12 +180,16 @@ def planned(monkeypatch, host, **options):
     engines = options.pop("engines", 1)
     vllm_config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(
-            max_num_seqs=1024, max_num_active_seqs=None, max_num_batched_tokens=8192
+            max_num_seqs=1024,
+            max_num_active_seqs=None,
+            max_num_batched_tokens=8192,
+            disable_hybrid_kv_cache_manager=False,
         ),
         model_config=SimpleNamespace(max_model_len=131072, model="somebody/model"),
         parallel_config=SimpleNamespace(local_world_size=2, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None),
         kv_transfer_config=connector_config(engines),
+        attention_config=SimpleNamespace(hisparse_config=None),
     )
     specs = {f"layers.{number}": spec for number in range(32)}
     own = RetrievalConfig.from_options("freekv", options)

@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.sched.output import CachedRequestData
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.support.bare_request import Running
 from tests.support.guarded_memory import GuardedMemory, WrittenWeights
 from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
+from vllm_kvretrieval.engine.cpu import planner as planner_module
 from vllm_kvretrieval.engine.cpu import worker as worker_module
 from vllm_kvretrieval.engine.cpu.worker import RetrievalCPUWorker
 from vllm_kvretrieval.methods.filters import Filter
@@ -97,8 +98,9 @@ class BareEngine:
                 return
             self._make_layers()
             tiers = planner.tiers
-            blocks = SimpleNamespace(num_blocks=0 if tiers is None else tiers.blocks)
-            self.worker.initialize_from_config(blocks)
+            group = KVCacheGroupSpec([f"model.layers.{i}" for i in range(LAYERS)], self._spec)
+            cache = KVCacheConfig(0 if tiers is None else tiers.blocks, [], [group])
+            self.worker.initialize_from_config(cache)
             self._spoil()
 
     # ------------------------------------------------------------------------- what vLLM does
@@ -116,6 +118,7 @@ class BareEngine:
             (builder, "__init__", lambda own: self._init_builder(own)),
             (cpu_attn, "get_current_vllm_config", lambda: config),
             (worker_module, "get_tp_group", lambda: alone),
+            (planner_module, "least_of_workers", lambda count: count),
         ]
         with ExitStack() as patches:
             for place, name, by in replaced:
@@ -126,12 +129,16 @@ class BareEngine:
     def _make_worker(self, method: str, options: dict[str, Any]) -> Any:
         backend = Backend(method.upper())
         self.vllm_config = SimpleNamespace(
-            attention_config=SimpleNamespace(backend=backend, backend_per_kind={}),
+            attention_config=SimpleNamespace(
+                backend=backend, backend_per_kind={}, hisparse_config=None
+            ),
+            num_speculative_tokens=0,
             additional_config={"kv_retrieval": options},
             scheduler_config=SimpleNamespace(
                 max_num_seqs=self.seats,
                 max_num_active_seqs=None,
                 max_num_batched_tokens=self.step_tokens,
+                disable_hybrid_kv_cache_manager=False,
             ),
             model_config=SimpleNamespace(
                 model="bare",

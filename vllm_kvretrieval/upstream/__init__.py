@@ -54,6 +54,12 @@ WORKAROUNDS = (
         "The core is kept back on large machines only.",
     ),
     Workaround(
+        "upstream.states.end_chunks_at_blocks",
+        "With the prefix cache a chunk of a prompt may end behind the border of a block, where the "
+        "kernel of Mamba-2 layers for CPUs gives no state: the step fails.",
+        "The kernel gives states in the middle of a chunk, or the scheduler ends chunks at blocks.",
+    ),
+    Workaround(
         "upstream.rotations.keep_rotations",
         "--hf-overrides of rope_parameters replaces the whole field, the base of the rotations "
         "included.",
