@@ -138,7 +138,8 @@ class RetrievalScheduler(ChunkScheduler):
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Take drafts of requests for the next step, but not of those that sample.
 
-        vLLM's rejection sampler on CPUs answers them with tokens that the model would not give.
+        vLLM's rejection sampler on CPUs reads their temperatures from memory that nobody has
+        written, so it answers them with tokens that the model would not give.
         """
         super().update_draft_token_ids(draft_token_ids)
         for name in draft_token_ids.req_ids:
