@@ -7,10 +7,9 @@ was asked for, and presents it with batches of its own making.
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-from tests.support import device_models
-from tests.support.device_models import ROTATED_IN_TORCH, SHAPE
+from tests.support import mixed_models
+from tests.support.device_models import ROTATED_IN_TORCH
 from tests.support.engine import Request, assert_same, drive, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -27,26 +26,7 @@ OPTIONS = {
 }
 
 
-def convolutions():
-    """LFM2: every second layer is a convolution."""
-    return device_models.convolutions(before=0, repeated=3)
-
-
-def chunks():
-    """Llama 4: every second layer attends to chunks of the context; none has experts."""
-    config = Llama4TextConfig(
-        num_hidden_layers=4,
-        head_dim=64,
-        intermediate_size_mlp=512,
-        interleave_moe_layer_step=9,
-        no_rope_layer_interval=2,
-        attention_chunk_size=256,
-        **SHAPE,
-    )
-    return Llama4ForCausalLM(config)
-
-
-RETRIEVING = {"convolutions": [1, 3, 5], "chunks": [1, 3]}
+RETRIEVING = {"lfm2": [1, 3, 5], "llama4": [1, 3]}
 
 
 def crowd(options=None):
@@ -58,16 +38,12 @@ def long(options=None):
     return [Request(prompt(900 + 100 * i, 50 + i), 40, options, arrives=3 * i) for i in range(3)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[convolutions, pytest.param(chunks, marks=pytest.mark.slow)],
-    ids=lambda model: model.__name__,
-)
+@pytest.fixture(scope="module", params=["lfm2", pytest.param("llama4", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
-    request.param().save_pretrained(path)
-    return request.param.__name__, str(path)
+    getattr(mixed_models, request.param)().save_pretrained(path)
+    return request.param, str(path)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +63,7 @@ def llm(model, stock):
 
 def test_what_the_models_are_here_for(llm, model):
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-    assert config.needs_kv_cache_zeroing == (model[0] == "convolutions")
+    assert config.needs_kv_cache_zeroing == (model[0] == "lfm2")
     (names,) = llm.collective_rpc(lambda worker: list(worker.retrieval_layers))
     assert [int(name.split(".")[2]) for name in names] == RETRIEVING[model[0]]
     (pages,) = llm.collective_rpc(

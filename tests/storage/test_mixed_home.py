@@ -41,10 +41,6 @@ RETRIEVING = {
 ROUNDING = {"gpt_oss": 1e-3, "gemma4": 1e-3}
 """Tolerance of log-probs; 1e-4 for others. Experts get the tokens of a batch in other shares, and
 our kernel adds up the products of Gemma 4's wide heads in another order."""
-UNCACHED = {"granite", "nemotron"}
-"""VLLM's state-space kernels for CPUs fail on prompts of several chunks with the prefix cache."""
-OWN = {"gemma4_shared": [1, 3]}
-"""Those that have keys and values of their own, where others read them."""
 
 
 def crowd(options=None):
@@ -86,15 +82,13 @@ def model(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def stock(model):
     """The answers of vLLM without retrieval, and without the kernel that rotates wrongly."""
-    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
-    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **options) as llm:
+    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **OPTIONS) as llm:
         return drive(llm, crowd()), drive(llm, long()), ask(llm)
 
 
 def retrieving(model, **home):
     retrieval = {"kv_retrieval": {"budget": BUDGET, "max_budget": 2048} | home}
-    options = OPTIONS | {"enable_prefix_caching": model[0] not in UNCACHED}
-    return engine(model[1], attention_backend="freekv", additional_config=retrieval, **options)
+    return engine(model[1], attention_backend="freekv", additional_config=retrieval, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +138,7 @@ def test_where_layers_lie(llm, model):
 
     ((retrieve, at_home, only_its_blocks, split),) = llm.collective_rpc(describe)
     assert retrieve == RETRIEVING[model[0]]
-    assert sorted(at_home) == OWN.get(model[0], retrieve)
+    assert sorted(at_home) == retrieve
     assert only_its_blocks
     managers = scheduler(llm).kv_cache_manager.coordinator.single_type_managers
     for number, manager in enumerate(managers):
@@ -184,7 +178,7 @@ def test_every_question_finds_the_document(llm, model, stock):
     )
     whole = 700 // size * size
     expected = [0, whole, whole, 868 // size * size]
-    assert [answer.cached for answer in answers] == ([0] * 4 if model[0] in UNCACHED else expected)
+    assert [answer.cached for answer in answers] == expected
 
 
 def test_a_preempted_request_goes_on(llm, model, monkeypatch):

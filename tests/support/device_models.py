@@ -125,12 +125,17 @@ def capped(path: Path) -> Any:
 
 
 def sinks(path: Path) -> Any:
+    """gpt-oss."""
+    return gpt_oss(layers=3, window=48)
+
+
+def gpt_oss(layers: int, window: int) -> Any:
     """gpt-oss, whose even layers attend to a sliding window: learned sinks take much of the
     attention."""
     config = GptOssConfig(
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         head_dim=64,
-        sliding_window=48,
+        sliding_window=window,
         num_local_experts=4,
         num_experts_per_tok=2,
         attn_implementation="eager",

@@ -2,22 +2,17 @@
 
 from typing import Any
 
-import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     NemotronHConfig,
     NemotronHForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -42,19 +37,15 @@ def gemma3() -> Any:
     return Gemma3ForCausalLM(config)
 
 
-def gemma4(shared: int = 0) -> Any:
-    """Gemma 4: heads of layers with full attention are twice as large as those of windows.
-
-    Args:
-        shared: Layers at the end that read the keys and values of earlier ones, as in E2B and E4B.
-    """
+def gemma4() -> Any:
+    """Gemma 4: heads of layers with full attention are twice as large as those of windows."""
     config = Gemma4TextConfig(
-        num_hidden_layers=4 + shared,
-        layer_types=[SLIDING, FULL] * (2 + shared // 2),
+        num_hidden_layers=4,
+        layer_types=[SLIDING, FULL] * 2,
         sliding_window=128,
         head_dim=64,
         global_head_dim=128,
-        num_kv_shared_layers=shared,
+        num_kv_shared_layers=0,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=512,
         tie_word_embeddings=False,
@@ -63,26 +54,9 @@ def gemma4(shared: int = 0) -> Any:
     return sharpened(Gemma4ForCausalLM(config), "q_norm.weight")
 
 
-def gemma4_shared() -> Any:
-    """Gemma 4 E2B: its last layers read the keys and values of earlier ones."""
-    return gemma4(shared=4)
-
-
 def gpt_oss() -> Any:
     """gpt-oss: every second layer has a window, and all have learned sinks."""
-    config = GptOssConfig(
-        num_hidden_layers=4,
-        head_dim=64,
-        sliding_window=128,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        attn_implementation="eager",
-        **SHAPE,
-    )
-    model = GptOssForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, 3.0, 3.0)
-    return sharpened(model, "q_proj.weight")
+    return device_models.gpt_oss(layers=4, window=128)
 
 
 def llama4() -> Any:
@@ -155,18 +129,3 @@ def qwen3_next() -> Any:
         **SHAPE,
     )
     return sharpened(Qwen3NextForCausalLM(config), "q_norm.weight")
-
-
-def qwen3_5() -> Any:
-    """Qwen3.5: every second layer is a gated delta net."""
-    config = Qwen3_5TextConfig(
-        num_hidden_layers=4,
-        layer_types=[LINEAR, FULL] * 2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        **SHAPE,
-    )
-    return sharpened(Qwen3_5ForCausalLM(config), "q_norm.weight")
