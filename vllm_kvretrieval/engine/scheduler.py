@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingType
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -134,18 +133,6 @@ class RetrievalScheduler(ChunkScheduler):
         """See ``Scheduler.update_from_output``."""
         self._output = output
         return super().update_from_output(scheduler_output, output)
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Take drafts of requests for the next step, but not of those that sample.
-
-        vLLM's rejection sampler on CPUs reads their temperatures from memory that nobody has
-        written, so it answers them with tokens that the model would not give.
-        """
-        super().update_draft_token_ids(draft_token_ids)
-        for name in draft_token_ids.req_ids:
-            request = self.requests.get(name)
-            if request is not None and request.sampling_params.sampling_type != SamplingType.GREEDY:
-                request.spec_token_ids = []
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any) -> set[str]:
         """The requests that hold lost blocks, which fail; see vLLM's scheduler.

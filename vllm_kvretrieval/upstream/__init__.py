@@ -60,6 +60,15 @@ WORKAROUNDS = (
         "The kernel gives states in the middle of a chunk, or the scheduler ends chunks at blocks.",
     ),
     Workaround(
+        "upstream.verifying.verify_as_asked",
+        "On CPUs the rejection sampler verifies drafts of requests that sample by temperatures, "
+        "top_k and top_p that nobody has written: the function that repeats them for each draft "
+        "writes floats and int32 into a copy. And the engine fails at a request with top_k and "
+        "without top_p in a step that has no drafts.",
+        "The output that the sampler has allocated holds what is repeated, of whatever type, and "
+        "a step may have no drafts.",
+    ),
+    Workaround(
         "upstream.rotations.keep_rotations",
         "--hf-overrides of rope_parameters replaces the whole field, the base of the rotations "
         "included.",

@@ -87,6 +87,5 @@ def connect_drafter(runner: Any, requests: "RequestTable", storage: "Storage") -
         requests.notes,
         lambda: runner.input_batch.req_ids,
         CpuModelDrafts(runner, requests, storage) if own else None,
-        lambda: runner.input_batch.random_reqs,
     )
     return drafter

@@ -53,6 +53,7 @@ from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.system_limits import SCARCE, explained
 from vllm_kvretrieval.upstream.compiled import load_compiled
 from vllm_kvretrieval.upstream.mending import mend_model
+from vllm_kvretrieval.upstream.verifying import verify_as_asked
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -115,6 +116,8 @@ class RetrievalCPUWorker(CPUWorker):
             with hashing_weights() as self._hashes:
                 super().load_model(**options)
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
+        if self.vllm_config.speculative_config is not None:
+            verify_as_asked()
         load_compiled(model)
 
     def determine_available_memory(self) -> int:
