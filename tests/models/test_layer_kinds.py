@@ -12,7 +12,7 @@ from tests.support import mixed_models
 from tests.support.device_models import ROTATED_IN_TORCH
 from tests.support.engine import Request, assert_same, drive, engine, prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BUDGET = 256
 OPTIONS = {
@@ -38,7 +38,7 @@ def long(options=None):
     return [Request(prompt(900 + 100 * i, 50 + i), 40, options, arrives=3 * i) for i in range(3)]
 
 
-@pytest.fixture(scope="module", params=["lfm2", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["lfm2", "llama4"])
 def model(request, tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
@@ -48,8 +48,9 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(model):
-    """The answers of vLLM without retrieval, and without the kernel that rotates wrongly."""
-    with engine(model[1], compilation_config=ROTATED_IN_TORCH, **OPTIONS) as llm:
+    """The answers of vLLM without retrieval; of LFM2 without the kernel that rotates it wrongly."""
+    rotated = {"compilation_config": ROTATED_IN_TORCH} if model[0] == "lfm2" else {}
+    with engine(model[1], **OPTIONS, **rotated) as llm:
         return drive(llm, crowd()), drive(llm, long())
 
 

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.support.engine import checkpoint
-from tests.support.model_configs import DEEPSEEK, LLAMA, WHISPER
+from tests.support.model_configs import DEEPSEEK, LLAMA, MIMO, WHISPER
 from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.attention.cpu.speculation import check_speculation
 from vllm_kvretrieval.attention.refusals import CONNECTOR, check_layer
@@ -87,6 +87,11 @@ MODELS = {
     "mla": (DEEPSEEK, {}, "does not support multi-head latent attention (MLA), which"),
     "encoder-decoder": (WHISPER, {}, "serves decoder-only models; * is an encoder-decoder."),
     "pooling": (LLAMA, {"runner": "pooling"}, "serves text generation; * as a pooling model."),
+    "values of another size": (
+        MIMO,
+        {},
+        "does not support values of 32 channels beside keys of 64, as *",
+    ),
     "head size": (
         LLAMA | {"head_dim": 48},
         {},
@@ -120,6 +125,10 @@ ENGINES = {
         "freekv does not support a KV cache in fp8 with a model in torch.float32; use "
         "--kv-cache-dtype auto, or if the checkpoint has a kv_cache_scheme --dtype bfloat16 and "
         "--kv-cache-dtype bfloat16. On CPUs *",
+    ),
+    "prompts of layers that share": (
+        {"kv_sharing_fast_prefill": True},
+        "freekv does not support --kv-sharing-fast-prefill, *; leave it out.",
     ),
     "all layers dense": (
         {"additional_config": {"kv_retrieval": {"dense_layers": 2}}},

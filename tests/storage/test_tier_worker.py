@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -213,10 +214,9 @@ def test_memory_that_does_not_suffice_is_found_out_at_once():
 WIDE = FullAttentionSpec(block_size=128, num_kv_heads=8, head_size=64, dtype=torch.float32)
 
 
-def mixed(specs, fast=2000 * MIB, alone=False, **options):
-    """The tiers of a worker with real settings of an engine, of layers of several kinds."""
-    own = planner(specs, **options)
-    own.vllm_config = EngineArgs(
+def settings(alone=False):
+    """Of an engine."""
+    made = EngineArgs(
         model=checkpoint("SmolLM2-135M-Instruct"),
         attention_backend="freekv",
         max_num_seqs=2,
@@ -224,7 +224,14 @@ def mixed(specs, fast=2000 * MIB, alone=False, **options):
         max_model_len=6400,
         disable_hybrid_kv_cache_manager=alone,
     ).create_engine_config()
-    own.vllm_config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    made.cache_config.kv_cache_layout = "LBHNC"  # as the engine core finds out first
+    return made
+
+
+def mixed(specs, fast=2000 * MIB, alone=False, **options):
+    """The tiers of a worker with real settings of an engine, of layers of several kinds."""
+    own = planner(specs, **options)
+    own.vllm_config = settings(alone)
     return own.plan_tiers(fast, STAGING)
 
 
@@ -241,6 +248,56 @@ def test_windows_stay_in_memory():
     assert len(got.slots) == 2
     assert mixed([*[LOCAL] * 5, FULL] * 2, home="auto", dense_layers=0) is None, "all fits"
     assert mixed([*[LOCAL] * 5, FULL] * 2, 110 * MIB, home="auto", dense_layers=0).home
+
+
+STATE = MambaSpec(
+    block_size=128,
+    shapes=((4, 64),),
+    dtypes=(torch.float32,),
+    page_size_padded=FULL.page_size_bytes,
+)
+
+
+@pytest.mark.parametrize(("spec", "blocks"), [(CHUNKED, -(-(256 + 512) // 128)), (STATE, 1)])
+def test_chunks_and_states_stay_in_memory(spec, blocks):
+    got = mixed([spec, FULL] * 2, home="disk", dense_layers=0)
+    assert got.other_blocks == 2 * 2 * blocks
+    assert got.others == got.other_blocks * 2 * FULL.page_size_bytes
+    assert got.blocks == 2 * 50 + 1
+    assert len(got.slots) == 2
+
+
+def sharing(**options):
+    """The planner of a worker whose last layer reads the keys and values of the second."""
+    own = planner([LOCAL, FULL, LOCAL, FULL], dense_layers=0, **options)
+    reader = SimpleNamespace(kv_sharing_target_layer_name="model.layers.1")
+    own.vllm_config = settings()
+    own.vllm_config.compilation_config.static_forward_context["model.layers.4"] = reader
+    return own
+
+
+def test_layers_that_read_the_keys_of_others_share_their_slots():
+    """They have none of their own, and no part of home."""
+    own = sharing(home="disk")
+    assert [*own.retrieval_heads] == [f"model.layers.{i}" for i in (1, 3, 4)]
+    assert own.own_layers == ["model.layers.1", "model.layers.3"]
+    got = own.plan_tiers(55 * MIB, STAGING)
+    alone = mixed([LOCAL, FULL] * 2, 55 * MIB, home="disk", dense_layers=0)
+    assert (got.home, got.index) == (alone.home, alone.index)
+    assert got.slots[0] == 2 * got.slots[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"also": ["fier"]}, "of layers whose keys others read gives these layers the same slots"),
+        ({"codec": "k8v4"}, "codec=k8v4 encodes pages once .* Use codec=raw, or home=device"),
+    ],
+)
+def test_keys_that_others_read_and_what_a_file_cannot_do_with_them(options, message):
+    with pytest.raises(RetrievalConfigError, match=message):
+        sharing(home="disk", **options).plan_tiers(55 * MIB, STAGING)
+    assert sharing(home="auto", **options).plan_tiers(55 * MIB, STAGING) is None
 
 
 def test_layers_with_full_attention_in_several_groups():

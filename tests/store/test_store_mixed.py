@@ -15,13 +15,14 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import RequestStatus
 
 from benchmarks.stepper import BLOCK, full_attention
 from tests.store.test_store_scheduler import KILLS, end_of, kill_at_random
-from tests.support.store_life import Life, prompt, state, stepper, window
+from tests.support.store_life import Life, chunks, prompt, state, stepper, window
 from tests.support.store_model import contents
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.disk.contexts import NO_PARENT, beside, forgotten, reachable
@@ -38,6 +39,7 @@ MODELS = {
     "windows first": [window(BLOCK, 70), window(BLOCK, 70), full_attention()],
     "larger blocks of windows": [window(2 * BLOCK, 70), full_attention()],
     "smaller blocks of windows": [full_attention(2 * BLOCK), window(BLOCK, 70)],
+    "chunks": [chunks(BLOCK, 5 * BLOCK), full_attention()],
     "state": [state(BLOCK), state(BLOCK), full_attention()],
     "all": [window(BLOCK, 40), full_attention(), state(BLOCK), full_attention()],
     "parts of blocks": [full_attention(), state(3 * BLOCK)],
@@ -45,7 +47,7 @@ MODELS = {
 WITHOUT_PARTS = [name for name in MODELS if name != "parts of blocks"]
 HOMES = [
     *((name, False) for name in WITHOUT_PARTS),
-    *((name, True) for name in ("windows first", "smaller blocks of windows", "state")),
+    *((name, True) for name in ("windows first", "smaller blocks of windows", "chunks", "state")),
 ]
 """Also with groups of full attention in a slow home, and blocks of the others behind theirs."""
 
@@ -95,6 +97,9 @@ def findable(specs, present, longest):
             first, last = 0, end // spec.block_size
             if isinstance(spec, SlidingWindowSpec):
                 first = max(end - spec.sliding_window + 1, 0) // spec.block_size
+            elif isinstance(spec, ChunkedLocalAttentionSpec):
+                first = end // spec.attention_chunk_size * spec.attention_chunk_size
+                first //= spec.block_size
             elif isinstance(spec, MambaSpec):
                 first = last - 1
             if not {*range(first, last)} <= there:
@@ -349,8 +354,8 @@ def test_a_store_of_other_groups_is_refused(lives, monkeypatch):
 
 def test_other_kinds_of_layers_are_refused():
     spec = full_attention()
-    local = ChunkedLocalAttentionSpec(
-        block_size=32, num_kv_heads=1, head_size=64, dtype=spec.dtype, attention_chunk_size=64
+    other = SinkFullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=64, dtype=spec.dtype, sink_len=32
     )
     with pytest.raises(RetrievalConfigError, match="layers of another kind"):
-        groups.described([KVCacheGroupSpec(["0"], spec), KVCacheGroupSpec(["1"], local)], "a model")
+        groups.described([KVCacheGroupSpec(["0"], spec), KVCacheGroupSpec(["1"], other)], "a model")

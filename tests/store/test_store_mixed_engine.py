@@ -25,12 +25,10 @@ pytestmark = [pytest.mark.engine]
 
 
 CASES = [("gemma3", "device")]
+OTHERS = ("gemma4", "gemma4_shared", "gpt_oss", "llama4", "lfm2", "qwen3_next")
 SLOW = [
-    *((name, "disk") for name in ("gemma3", "gemma4", "gpt_oss")),
-    *(
-        (name, "device")
-        for name in ("gemma4", "gpt_oss", "lfm2", "qwen3_next", "granite", "nemotron")
-    ),
+    ("gemma3", "disk"),
+    *((name, home) for name in (*OTHERS, "granite", "nemotron") for home in ("device", "disk")),
 ]
 
 

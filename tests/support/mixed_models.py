@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers import (
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -13,6 +15,8 @@ from transformers import (
     Llama4TextConfig,
     NemotronHConfig,
     NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -37,21 +41,50 @@ def gemma3() -> Any:
     return Gemma3ForCausalLM(config)
 
 
-def gemma4() -> Any:
-    """Gemma 4: heads of layers with full attention are twice as large as those of windows."""
+def gemma3n() -> Any:
+    """Gemma 3n: its last layers read the keys and values of earlier ones."""
+    config = Gemma3nTextConfig(
+        num_hidden_layers=6,
+        layer_types=[SLIDING, FULL] * 3,
+        sliding_window=128,
+        head_dim=64,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=512,
+        altup_num_inputs=2,
+        laurel_rank=16,
+        pad_token_id=None,  # whose embedding of zeros vLLM divides by its length
+        **SHAPE,
+    )
+    model = Gemma3nForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.3  # else the last token is repeated, whatever it sees
+    return model
+
+
+def gemma4(shared: int = 0) -> Any:
+    """Gemma 4: heads of layers with full attention are twice as large as those of windows.
+
+    Args:
+        shared: Layers at the end that read the keys and values of earlier ones, as in E2B and E4B.
+    """
     config = Gemma4TextConfig(
-        num_hidden_layers=4,
-        layer_types=[SLIDING, FULL] * 2,
+        num_hidden_layers=4 + shared,
+        layer_types=[SLIDING, FULL] * (2 + shared // 2),
         sliding_window=128,
         head_dim=64,
         global_head_dim=128,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=shared,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=512,
         tie_word_embeddings=False,
         **SHAPE,
     )
     return sharpened(Gemma4ForCausalLM(config), "q_norm.weight")
+
+
+def gemma4_shared() -> Any:
+    """Gemma 4 E2B: its last layers read the keys and values of earlier ones."""
+    return gemma4(shared=4)
 
 
 def gpt_oss() -> Any:
@@ -129,3 +162,18 @@ def qwen3_next() -> Any:
         **SHAPE,
     )
     return sharpened(Qwen3NextForCausalLM(config), "q_norm.weight")
+
+
+def qwen3_5() -> Any:
+    """Qwen3.5: every second layer is a gated delta net."""
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=4,
+        layer_types=[LINEAR, FULL] * 2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **SHAPE,
+    )
+    return sharpened(Qwen3_5ForCausalLM(config), "q_norm.weight")

@@ -50,6 +50,13 @@ QWEN_3_5 = LLAMA | {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
+MIMO = LLAMA | {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "head_dim": 64,
+    "v_head_dim": 32,
+}
+"""MiMo-V2, whose values have fewer channels than its keys."""
 PALIGEMMA = {
     "architectures": ["PaliGemmaForConditionalGeneration"],
     "model_type": "paligemma",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -63,6 +64,12 @@ def window(block: int, tokens: int) -> KVCacheSpec:
     """vLLM's spec of layers with a sliding window."""
     shape = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     return SlidingWindowSpec(block_size=block, sliding_window=tokens, **shape)
+
+
+def chunks(block: int, tokens: int) -> KVCacheSpec:
+    """vLLM's spec of layers that attend to chunks of the context."""
+    shape = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=tokens, **shape)
 
 
 def state(block: int) -> KVCacheSpec:
@@ -180,6 +187,9 @@ class Life:
             first, size = 0, spec.block_size
             if isinstance(spec, SlidingWindowSpec):
                 first = max(tokens - spec.sliding_window + 1, 0) // size
+            elif isinstance(spec, ChunkedLocalAttentionSpec):
+                chunk = spec.attention_chunk_size
+                first = tokens // chunk * chunk // size
             elif isinstance(spec, MambaSpec):
                 first = (tokens - 1) // size
             assert 0 not in blocks[max(first, 0) : -(-tokens // size)]

@@ -77,6 +77,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "json from beside it, and set --max-model-len to its original_max_position_embeddings."
         )
     check_windows(model, method)
+    check_values(model, method)
     contexts = (
         parallel.decode_context_parallel_size,
         parallel.prefill_context_parallel_size,
@@ -86,6 +87,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} does not support context parallelism; set "
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1 and use "
             "--tensor-parallel-size instead."
+        )
+    if cache.kv_sharing_fast_prefill:
+        raise RetrievalConfigError(
+            f"{method} does not support --kv-sharing-fast-prefill, by which layers that read the "
+            "keys and values of others skip most tokens of a prompt; leave it out."
         )
     if not _is_own(cache.cache_dtype, model.dtype):
         raise RetrievalConfigError(
@@ -126,6 +132,21 @@ def check_windows(model: Any, method: str) -> None:
             "turn, and vLLM gives gpt-oss this order, whatever is listed; its answers are wrong "
             "without retrieval, too. Serve it by another engine, such as transformers."
         )
+
+
+def check_values(model: Any, method: str) -> None:
+    """Refuse a MiMo-V2 whose values have other sizes than its keys.
+
+    vLLM makes their attention itself, by backends for GPUs, whichever is asked for.
+    """
+    config = model.hf_text_config
+    values = getattr(config, "v_head_dim", None)
+    if not config.model_type.startswith("mimo_v2") or values in (None, config.head_dim):
+        return
+    raise RetrievalConfigError(
+        f"{method} does not support values of {values} channels beside keys of {config.head_dim}, "
+        f"as {model.model} has them: vLLM reads these by kernels of its own, for GPUs. {WITHOUT}"
+    )
 
 
 def check_layers(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -285,11 +306,7 @@ def check_layer(selector: Any) -> None:
 
 def check_impl(impl: Any) -> None:
     """Refuse what a layer turns out to need (vLLM's implementation of its attention)."""
-    unsupported = {
-        "ALiBi": impl.alibi_slopes is not None,
-        "cross-layer KV sharing": impl.kv_sharing_target_layer_name is not None,
-    }
-    refuse_of_model(unsupported)
+    refuse_of_model({"ALiBi": impl.alibi_slopes is not None})
 
 
 def refuse_of_model(unsupported: Mapping[str, bool]) -> None:

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_kvretrieval.attention.refusals import has_foreign_connector, nothing_retrieves
 from vllm_kvretrieval.compat import kv_cache_groups
@@ -16,6 +22,9 @@ from vllm_kvretrieval.storage.tier_sizes import Cache
 
 Retrieving = Callable[[Iterable[str]], list[str]]
 """Selects, by their names, the layers that attend to parts of long contexts."""
+
+BESIDE_HOME = SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec
+"""vLLM's specs of the layers that may stay in fast memory beside a slow home."""
 
 
 def check_retrieving(
@@ -109,8 +118,7 @@ def cache_with_slow_home(
     alike &= len(homes) == 1 or config.encoding is None
     # vLLM makes the groups of a pipeline by the layers of all its stages.
     alike &= len(groups) == 1 or vllm_config.parallel_config.pipeline_parallel_size == 1
-    kept = {type(spec) for spec in specs.values()}
-    alike &= kept <= {FullAttentionSpec, SlidingWindowSpec}
+    alike &= {type(spec) for spec in specs.values()} <= {FullAttentionSpec, *BESIDE_HOME}
     if kinds != {FullAttentionSpec} or not alike or _varies(homes[0]):
         if config.home == "auto":
             return None
@@ -119,7 +127,7 @@ def cache_with_slow_home(
             f"alike, and some of them behind dense_layers={config.dense_layers}, where vLLM keeps "
             f"them in a group of their own; {vllm_config.model_config.model} is none here. Leave "
             "--disable-hybrid-kv-cache-manager, --pipeline-parallel-size and codec out, or use "
-            "home=device, as with recurrent states and chunked attention."
+            "home=device."
         )
     spec, others = homes[0].kv_cache_spec, [group for group in groups if group not in homes]
     return Cache(

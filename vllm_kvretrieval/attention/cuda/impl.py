@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm_kvretrieval.attention.cuda.far import FarLayer
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
-from vllm_kvretrieval.attention.refusals import check_impl
+from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.methods import DeviceMethod
@@ -58,6 +58,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             **kwargs,
         )
         check_impl(self.half)
+        sharing = self.half.kv_sharing_target_layer_name is not None
+        refuse_of_model({"cross-layer KV sharing": sharing})
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.group = self.num_heads // self.num_kv_heads

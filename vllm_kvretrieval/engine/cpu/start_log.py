@@ -97,7 +97,7 @@ def log_start(
         )
         if tiers.other_blocks:
             logger.info(
-                "Layers with sliding windows or recurrent states stay in fast memory: %s GiB for "
+                "Layers with windows, chunks or recurrent states stay in fast memory: %s GiB for "
                 "%d blocks, half of them for contexts that the prefix cache keeps.",
                 format_gib(tiers.others),
                 tiers.other_blocks,

@@ -1,10 +1,11 @@
 """Groups of layers: which blocks a context needs beside those of the first group.
 
-A model may mix layers with full attention, with sliding windows, and with recurrent states. vLLM
-divides them into groups of one kind each, and every group has blocks of its own. The first group of
-a store has full attention: a request needs all of its blocks. Of a window it needs the last blocks,
-and of a recurrent state the one block at whose end the state was saved. So a context is found up to
-the last position at which every group has what it needs.
+A model may mix layers with full attention, with sliding windows, with chunks of the context, and
+with recurrent states. vLLM divides them into groups of one kind each, and every group has blocks of
+its own. The first group of a store has full attention: a request needs all of its blocks. Of a
+window it needs the last blocks, of chunks those of the one that it goes on with, and of a recurrent
+state the one block at whose end the state was saved. So a context is found up to the last position
+at which every group has what it needs.
 """
 
 import math
@@ -29,10 +30,18 @@ class Group(NamedTuple):
     Attributes:
         size: Tokens of a block.
         needs: How many blocks before a position a request needs that goes on there; None: all.
+        chunk: Tokens of a chunk of the context, if it needs those of the last one; None: no chunks.
     """
 
     size: int
     needs: int | None = None
+    chunk: int | None = None
+
+    def first(self, end: int) -> int:
+        """The number of the first block that a request needs that goes on behind ``end`` blocks."""
+        if self.chunk is not None:
+            return end * self.size // self.chunk * self.chunk // self.size
+        return 0 if self.needs is None else max(end - self.needs, 0)
 
 
 class Place(NamedTuple):
@@ -52,7 +61,7 @@ class Place(NamedTuple):
 def groups_of(identity: Mapping[str, Any]) -> list[Group]:
     """The groups of a store by their numbers, as its identity says."""
     said = identity.get(GROUPS, [{"size": identity["block_size"], "needs": None}])
-    return [Group(one["size"], one["needs"]) for one in said]
+    return [Group(one["size"], one["needs"], one.get("chunk")) for one in said]
 
 
 def hash_size(identity: Mapping[str, Any]) -> int:
@@ -106,7 +115,7 @@ class Parts:
         size = self._groups[0].size
         for number, group in enumerate(self._groups[1:], 1):
             end = len(keys) * size // group.size
-            for place in range(0 if group.needs is None else max(end - group.needs, 0), end):
+            for place in range(group.first(end), end):
                 owner = keys[-(-(place + 1) * group.size // size) - 1]
                 yield Place(number, place, owner)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -15,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.disk.groups import Group
 
-KEPT = FullAttentionSpec, SlidingWindowSpec, MambaSpec
+KEPT = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec
 """vLLM's specs of the layers whose blocks a store keeps."""
 
 
@@ -34,7 +35,7 @@ def numbers_of(specs: Sequence[KVCacheSpec]) -> list[int]:
 def groups_of(specs: Sequence[KVCacheSpec]) -> list[Group]:
     """The groups in a store's order; see :func:`numbers_of`."""
     ordered = (specs[number] for number in numbers_of(specs))
-    return [Group(spec.block_size, _needs(spec)) for spec in ordered]
+    return [Group(spec.block_size, _needs(spec), _chunk(spec)) for spec in ordered]
 
 
 def described(groups: Sequence[KVCacheGroupSpec], model: str) -> list[dict[str, Any]]:
@@ -52,13 +53,16 @@ def described(groups: Sequence[KVCacheGroupSpec], model: str) -> list[dict[str, 
         group, spec = groups[number], specs[number]
         if type(spec) not in KEPT:
             raise RetrievalConfigError(
-                "kv_retrieval.store keeps blocks of full attention, sliding windows and recurrent "
-                f"states, and {model} has layers of another kind ({type(spec).__name__}); leave "
-                "the store out."
+                "kv_retrieval.store keeps blocks of full attention, sliding windows, chunks and "
+                f"recurrent states, and {model} has layers of another kind "
+                f"({type(spec).__name__}); leave the store out."
             )
+        chunk = {} if known.chunk is None else {"chunk": known.chunk}
         found.append(
             {
-                **known._asdict(),
+                "size": known.size,
+                "needs": known.needs,
+                **chunk,
                 "spec": repr(group.kv_cache_spec),
                 "layers": [*group.layer_names],
             }
@@ -79,3 +83,8 @@ def _needs(spec: KVCacheSpec) -> int | None:
     if isinstance(spec, SlidingWindowSpec):
         return -(-(spec.sliding_window - 1) // spec.block_size)
     return 1 if isinstance(spec, MambaSpec) else None
+
+
+def _chunk(spec: KVCacheSpec) -> int | None:
+    """See :class:`Group`."""
+    return spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
