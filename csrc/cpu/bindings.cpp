@@ -164,14 +164,15 @@ NB_MODULE(_cpu, m) {
 
   nb::class_<ContextSelector>(m, "ContextSelector")
       .def("__init__",
-           [](ContextSelector* self, const Index& index, int group, float scale, uintptr_t selected,
-              int seats, int max_selected) {
-             new (self) ContextSelector{
-                 {index, group, scale, at<int32_t>(selected), seats, max_selected}, index.torch_dtype};
+           [](ContextSelector* self, const Index& index, int group, float scale, float softcap,
+              uintptr_t sinks, uintptr_t selected, int seats, int max_selected) {
+             new (self) ContextSelector{{index, group, scale, softcap, at<float>(sinks),
+                                         at<int32_t>(selected), seats, max_selected},
+                                        index.torch_dtype};
            },
            nb::kw_only(),
-           nb::arg("index"), nb::arg("group"), nb::arg("scale"), nb::arg("selected"),
-           nb::arg("seats"), nb::arg("max_selected"));
+           nb::arg("index"), nb::arg("group"), nb::arg("scale"), nb::arg("softcap"),
+           nb::arg("sinks"), nb::arg("selected"), nb::arg("seats"), nb::arg("max_selected"));
 
   m.def("update_index",
         [](uintptr_t keys, nb::tuple shape, nb::tuple strides, nb::handle torch_dtype,

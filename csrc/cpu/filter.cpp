@@ -115,9 +115,31 @@ struct Filter {
     const int last = (end + size - 1) / size * size;
     for (int head = 0; head < all; ++head) {
       float* of_head = scores + head * stride;
+      if (selector.softcap > 0) cap(of_head + begin, last - begin);
       std::fill(of_head + end, of_head + last, kNothing);
       masses[head * mass_stride] = log_sum_exp(of_head + begin, end - begin);
     }
+  }
+
+  // Caps logits, a multiple of kWidth. NaN stays NaN.
+  void cap(float* logits, int count) const {
+    const float highest = selector.softcap;
+    for (int t = 0; t < count; t += kWidth) {
+      const Floats x = load_as<Floats>(logits + t) / highest;
+      const Floats decay = exp_nonpositive(min(x, -x) * 2.0f);
+      const Floats size = (1.0f - decay) / (1.0f + decay) * highest;
+      const Floats capped = x == x ? (x < 0 ? -size : size) : x;
+      std::memcpy(logits + t, &capped, sizeof capped);
+    }
+  }
+
+  // The logarithm of the mass of a head: of `used` parts, and of its sink.
+  float norm(int head, const float* parts, int used) const {
+    const float sink = selector.sinks == nullptr ? kNothing : selector.sinks[head];
+    const float top = std::max(*std::max_element(parts, parts + used), sink);
+    float total = std::exp(sink - top);
+    for (int c = 0; c < used; ++c) total += std::exp(parts[c] - top);
+    return top + std::log(total);
   }
 
   float* rating(int row, int j) const {
@@ -213,11 +235,7 @@ void select_context_of(const ContextSelection& s) {
         const int row = first + unit / all;
         if (!filter.counts(row, j)) continue;
         const int used = (filter.context(row, j) + kTokens - 1) / kTokens;
-        const float* parts = masses + unit * chunks;
-        const float top = *std::max_element(parts, parts + used);
-        float total = 0;
-        for (int c = 0; c < used; ++c) total += std::exp(parts[c] - top);
-        norms[unit] = top + std::log(total);
+        norms[unit] = filter.norm(unit % all, masses + unit * chunks, used);
       }
 #pragma omp for schedule(dynamic, 1)
       for (int task = 0; task < count * chunks; ++task)

@@ -139,6 +139,8 @@ struct ContextSelector {
   Index index;                   // over the keys of the layer
   int32_t group;                 // query heads per KV head
   float scale;                   // softmax scale of the layer
+  float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
+  const float* sinks;            // [kv_heads * group]; logits beside those of the tokens; null: none
   int32_t* selected;             // [seats, max_selected]; positions of tokens in the context
   int32_t seats, max_selected;
 };

@@ -83,9 +83,7 @@ def scores_of(query, weights, rows, selector, row):
 
 def assert_selects_the_best(query, weights, rows, selector, tolerance=1e-4):
     """Rising, distinct, and only tokens that score as much as the specification's least, nearly."""
-    expected = ContextSelector(
-        selector.store, selector.chosen.clone().fill_(-1), selector.group, selector.scale
-    )
+    expected = replace(selector, chosen=selector.chosen.clone().fill_(-1), handle=None)
     specified(reference.select_context, query, weights, rows, expected)
     for _ in visited():
         selector.chosen.fill_(-1)
@@ -128,6 +126,26 @@ def test_selection_equals_reference(dtype, kv_heads, group, head_size, page_size
         query = make_queries(rows, selector, queries, dtype)
         weights = weights_of(len(rows), queries)
         assert_selects_the_best(query, weights, rows, selector)
+
+
+@covering(
+    queries=[1, 5], dtype=DTYPES, softcap__with_sinks=[(4.0, False), (0.0, True), (9.0, True)]
+)
+def test_soft_capping_and_sinks(dtype, queries, softcap, with_sinks):
+    """Both change which heads have much attention to give, and so the order of tokens."""
+    torch.manual_seed(queries)
+    plain = make_selector(2, 3, 64, 32, dtype, "vec")
+    sinks = torch.linspace(-20, 40, 6) if with_sinks else None
+    selector = replace(plain, softcap=softcap, sinks=sinks)
+    rows = make_rows([152, 600, 151, 577], selector)
+    query, weights = make_queries(rows, selector, queries, dtype), weights_of(len(rows), queries)
+    assert_selects_the_best(query, weights, rows, selector)
+    found = selector.chosen.clone()
+    cpu.select_context(query, weights, rows, replace(plain, chosen=selector.chosen))
+    assert not found.equal(selector.chosen)
+    wrong = replace(selector, sinks=torch.zeros(5), handle=None)
+    with pytest.raises(ValueError, match=r"sinks must be float32 \[6\], got"):
+        cpu.select_context(query, weights, rows, wrong)
 
 
 @pytest.mark.parametrize("page_size", [48, 512])

@@ -9,14 +9,20 @@ from vllm_kvretrieval.kernels import observe as observation
 from vllm_kvretrieval.kernels.observe import context_keys, observe
 
 
-def whole(query, first, keys, scale):
+def whole(query, first, keys, scale, softcap=0.0, sinks=None):
     """Softmax weights float64 [heads, n, tokens] of queries at positions from ``first`` on."""
     count, heads, _ = query.shape
     keys = keys.double().repeat_interleave(heads // len(keys), 0)
     scores = torch.einsum("nhd,htd->hnt", query.double(), keys) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     positions = torch.arange(first, first + count)
     later = torch.arange(keys.shape[1]) > positions[:, None]
-    return scores.masked_fill(later, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(later, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.double()[:, None, None].expand(-1, count, 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -47,6 +53,30 @@ def test_equals_the_whole_matrix(
     shannon = -torch.special.xlogy(weights, weights).sum()
     assert entropy == pytest.approx(float(shannon), rel=1e-4, abs=1e-3)
     assert observe(query, first, keys, 0.2, mass) == 0.0
+
+
+@pytest.mark.parametrize("scratch", [1, observation.SCRATCH])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(2.0, False), (0.0, True), (5.0, True)])
+def test_soft_capping_and_sinks(monkeypatch, scratch, softcap, with_sinks):
+    """Sinks take a part of the weights, which is no token's."""
+    monkeypatch.setattr(observation, "SCRATCH", scratch)
+    torch.manual_seed(0)
+    query, keys = 3 * torch.randn(30, 4, 64), torch.randn(2, 130, 64)
+    sinks = torch.tensor([-40.0, 0.0, 3.0, 40.0]) if with_sinks else None
+    rule = {"softcap": softcap, "sinks": sinks}
+    weights = whole(query, 100, keys, 0.2, **rule)
+    mass = torch.zeros(2, 130)
+    entropy = observe(query, 100, keys, 0.2, mass, entropies=True, **rule)
+    expected = weights.unflatten(0, (2, 2)).sum((1, 2))
+    torch.testing.assert_close(mass.double(), expected, atol=2e-5, rtol=1e-5)
+    shannon = -torch.special.xlogy(weights, weights).sum()
+    assert entropy == pytest.approx(float(shannon), rel=1e-4, abs=1e-3)
+    again, latest = torch.zeros(2, 130), torch.zeros(1, 130)
+    assert observe(query, 100, keys, 0.2, again, **rule) == 0
+    torch.testing.assert_close(again, mass, atol=2e-5, rtol=1e-5)
+    observe(query, 100, keys, 0.2, latest, stamped=0.05, **rule)
+    positions = torch.arange(100, 130.0)[:, None]
+    torch.testing.assert_close(latest[0], ((weights > 0.05).any(0) * positions).amax(0))
 
 
 def test_chunks_add_up_to_the_prompt():

@@ -17,6 +17,7 @@ from tests.support.engine import Request, assert_same, drive, engine, likely, pr
 from vllm_kvretrieval.engine.cpu.refusals import check_logits
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.methods import dropping
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +77,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    retrieval = {"budget": BUDGET, "attention": "own"}
+    retrieval = {"budget": BUDGET, "attention": "own", "also": ["snapkv"]}
     with engine(
         model[1],
         attention_backend="kvretrieval",
@@ -135,24 +136,67 @@ def test_selected_pages(llm, model):
     assert answer.logprobs[1:] != pytest.approx(expected.logprobs[1:], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("rule", "what"),
-    [
-        ({"logits_soft_cap": CAP}, "soft-capping"),
-        ({"sinks": torch.zeros(4)}, "learned attention sinks"),
-    ],
-    ids=["capped", "sinks"],
-)
-@pytest.mark.parametrize("also", ["snapkv", "h2o"])
-def test_methods_that_rate_by_attention_are_refused(rule, what, also):
-    """Their ratings would not be the model's attention."""
-    bare = BareEngine("freekv", {"also": [also]})
-    logits = bare.worker.planner, [layer.impl for layer in bare.layers.values()], {bare.builder.isa}
-    assert check_logits(*logits) == (False, False)
-    for name, value in rule.items():
-        setattr(bare.layers["model.layers.2"].impl, name, value)
-    with pytest.raises(RetrievalConfigError, match=f"the {what} .* and {also} rates tokens"):
-        check_logits(*logits)
+def test_observed_prompts(llm):
+    """Tokens are rated by the attention that the model has."""
+
+    def watch(worker):
+        names = vars(dropping)
+        worker.rules, observe = [], names["observe"]
+
+        def noting(*args, softcap, sinks):
+            worker.rules.append((softcap, sinks))
+            return observe(*args, softcap=softcap, sinks=sinks)
+
+        names["observe"] = noting
+
+    def told(worker):
+        heads = [impl.num_kv_heads for impl in worker.retrieval_layers.values()]
+        sinks = [impl.sinks for impl in worker.retrieval_layers.values()]
+        return worker.rules, heads, sinks
+
+    llm.collective_rpc(watch)
+    drive(llm, [Request(prompt(700), 4, {"method": "snapkv"})])
+    ((rules, heads, sinks),) = llm.collective_rpc(told)
+    parts = [None] * sum(heads)
+    if sinks[0] is not None:
+        pairs = zip(sinks, heads, strict=True)
+        parts = [part for own, count in pairs for part in own.float().chunk(count)]
+    assert len(rules) == len(parts), "the last queries are in one chunk"
+    for (softcap, given), expected in zip(rules, parts, strict=True):
+        assert softcap == (CAP if expected is None else 0)
+        assert (given is None) == (expected is None)
+        assert given is None or torch.equal(given, expected)
+
+
+def test_filters_know_the_rules(model):
+    """A filter's own attention decides what the layers after it attend to."""
+    with engine(
+        model[1],
+        attention_backend="omnikv",
+        additional_config={"kv_retrieval": {"budget": BUDGET, "max_budget": 1024, "filters": [1]}},
+        **OPTIONS,
+    ) as llm:
+        rules = llm.collective_rpc(_filter_rules)
+        answer = drive(llm, [Request(prompt(700), 4, {"budget": 768})])[0]
+    assert_rules(model[0], *rules[0])
+    assert_same(answer, likely(model[0], prompt(700), answer), TOLERANCE)
+
+
+def _filter_rules(worker):
+    """The soft cap and the sinks of the filter's selector, and its layer's sinks."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    (impl,) = (impl for impl in impls if getattr(impl, "watchers", None))
+    (selector,) = (watcher.selectors.rows for watcher in impl.watchers.values())
+    return selector.softcap, selector.sinks, impl.sinks
+
+
+def assert_rules(made, softcap, sinks, of_layer):
+    if made.config.model_type == "gpt_oss":
+        assert softcap == 0
+        torch.testing.assert_close(sinks, of_layer.float())
+    else:
+        assert (softcap, sinks) == (CAP, None)
 
 
 def test_a_mass_is_refused_where_logits_are_capped():

@@ -21,7 +21,6 @@ EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.LAYERS_SHARE: ("omnikv", {"filters": [2]}),
     Need.DROPS: ("h2o", {}),
     Need.PROMPTS: ("snapkv", {}),
-    Need.RATES: ("omnikv", {"filters": [2]}),
     Need.UNEVEN_SHARES: ("freekv", {"budget_shares": "pyramid"}),
     Need.UNEVEN_TOKENS: ("fier", {"budget_shares": "pyramid"}),
     Need.MASS: ("twilight", {}),

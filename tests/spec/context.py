@@ -53,7 +53,12 @@ def context_ratings(
         context = length - (len(queries) - 1 - number)
         if context >= 1:
             scores = torch.einsum("hd,htd->ht", query, keys[:, :context]) * selector.scale
-            parts = scores - scores.logsumexp(-1, keepdim=True)
+            if selector.softcap:
+                scores = selector.softcap * (scores / selector.softcap).tanh()
+            whole = scores
+            if selector.sinks is not None:
+                whole = torch.cat([scores, selector.sinks.double()[:, None]], 1)
+            parts = scores - whole.logsumexp(-1, keepdim=True)
             ratings[number, :context] = parts.where(~parts.isnan(), -torch.inf).amax(0)
     return ratings
 

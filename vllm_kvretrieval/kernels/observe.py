@@ -16,6 +16,9 @@ def observe(
     mass: torch.Tensor,
     entropies: bool = False,
     stamped: float | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> float:
     """Add up the softmax weights that queries give to the tokens of their context.
 
@@ -32,10 +35,13 @@ def observe(
         entropies: Whether to compute entropies, which takes a third more time.
         stamped: If given, ``mass`` becomes the position of the latest query by which some head
             gives a token more weight than this, in place of sums.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
+        sinks: float32 [kv_heads * group]; logits beside those of a head's tokens; None: there are
+            none. They take a part of the weights.
 
     Returns:
-        The sum over heads and queries of the Shannon entropies of attention, in nats; 0 without
-        ``entropies``.
+        The sum over heads and queries of the Shannon entropies of attention to tokens, in nats; 0
+        without ``entropies``.
     """
     kv_heads, _, head_size = keys.shape
     count, heads, _ = query.shape
@@ -48,16 +54,23 @@ def observe(
         tokens = first + end
         block = grouped[begin:end].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
         scores = torch.bmm(block, keys[:, :tokens].transpose(1, 2))
+        if softcap:
+            scores.div_(softcap).tanh_().mul_(softcap)
         by_query = scores.view(kv_heads, group, end - begin, tokens)
         later = torch.ones(end - begin, end - begin, dtype=torch.bool, device=scores.device).triu(1)
         by_query[..., first + begin :].masked_fill_(later, torch.finfo(torch.float32).min)
-        if entropies:
+        if entropies or sinks is not None:
             lse = scores.logsumexp(-1)
+            if sinks is not None:
+                beside = sinks.view(kv_heads, group, 1).expand(-1, -1, end - begin).flatten(1)
+                lse = torch.logaddexp(lse, beside)
             weights = (scores - lse[..., None]).exp_()
-            products = torch.linalg.vecdot(weights, scores)
-            total += float((lse.double() - products.double()).sum())
         else:
             weights = scores.softmax(-1)
+        if entropies:
+            whole = 1.0 if sinks is None else weights.sum(-1, dtype=torch.float64)
+            products = torch.linalg.vecdot(weights, scores)
+            total += float((whole * lse.double() - products.double()).sum())
         if stamped is None:
             received = weights.sum(1)
             mass[:, :tokens] += received if len(mass) == kv_heads else received.sum(0, keepdim=True)

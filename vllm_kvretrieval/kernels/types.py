@@ -182,6 +182,9 @@ class ContextSelector:
             attend to these.
         group: Query heads per KV head.
         scale: Softmax scale of the layer.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
+        sinks: float32 [kv_heads * group], contiguous; logits that take a part of each head's
+            attention; None: there are none.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -189,6 +192,8 @@ class ContextSelector:
     chosen: torch.Tensor
     group: int
     scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
     handle: Any = field(default=None, repr=False)
 
 

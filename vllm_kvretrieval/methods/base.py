@@ -193,6 +193,7 @@ class LayerFacts(NamedTuple):
         kv_heads: KV heads of the layer.
         scale: Softmax scale.
         chunks: Its state for chunks of prompts that select pages; None: these select none.
+        softcap, sinks: See :func:`vllm_kvretrieval.kernels.observe.observe`.
     """
 
     number: int
@@ -202,6 +203,8 @@ class LayerFacts(NamedTuple):
     kv_heads: int
     scale: float
     chunks: "ChunkSelection | None" = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class LayerMethod(Protocol):

@@ -143,20 +143,29 @@ class DroppingLayer(ScoredLayer):
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch] | None, split: Any
     ) -> None:
         """Watch the queries of a step; see :class:`LayerWatcher`."""
-        rule, scale = self._rule, self._facts.scale
+        rule, facts = self._rule, self._facts
         stamped = STAMPED if rule.rating == "stamp" else None
         for watch in seen or ():
             kv_heads, watched = kv_cache.shape[1], watch.watched
             by_head = query[watch.tokens].chunk(kv_heads, dim=1)
+            sinks = [None] * kv_heads if facts.sinks is None else facts.sinks.chunk(kv_heads)
             tokens = watch.first + len(by_head[0])
             mass = watched.mass[self._row, :tokens]
             for head, asked in enumerate(by_head):
                 keys = context_keys(kv_cache, watch.pages, tokens, head)
                 received = mass if rule.per_layer else mass[head : head + 1]
                 entropy = observe(
-                    asked, watch.first, keys, scale, received, self._by_entropy, stamped
+                    asked,
+                    watch.first,
+                    keys,
+                    facts.scale,
+                    received,
+                    self._by_entropy,
+                    stamped,
+                    softcap=facts.softcap,
+                    sinks=sinks[head],
                 )
-                watched.entropies[self._facts.number] += entropy / query.shape[1]
+                watched.entropies[facts.number] += entropy / query.shape[1]
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """List the kept tokens, after choosing those of prompts that have just been read."""

@@ -228,7 +228,14 @@ def _make_filter(facts: EngineFacts, number: int, method: FilterMethod, layer: L
         layout=layer.layout,
     )
     chosen = torch.zeros(facts.seats, max(facts.room.filtered, 1), dtype=torch.int32)
-    selector = ContextSelector(store, chosen, impl.num_queries_per_kv, impl.scale)
+    selector = ContextSelector(
+        store,
+        chosen,
+        impl.num_queries_per_kv,
+        impl.scale,
+        impl.logits_soft_cap,
+        impl.learned_sinks,
+    )
     window = len(OBSERVATIONS[method.observation])
     latest = None
     if window > 1:

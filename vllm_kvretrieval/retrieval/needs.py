@@ -27,7 +27,6 @@ class Need(Enum):
     LAYERS_SHARE = "lets layers share a selection"
     DROPS = "drops tokens"
     PROMPTS = "keeps tokens by the attention of whole prompts"
-    RATES = "rates tokens by attention"
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
     MASS = "selects up to a mass of the attention (mass)"
@@ -165,14 +164,9 @@ SPECULATION = Setting(
 CAPPED_LOGITS = Setting(
     "the soft-capping of logits",
     {
-        Need.RATES: Lack("is not known where attention is observed", SELECTING),
         Need.REMAINDER: Lack("is not known to indexes", "use kv_retrieval.remainder=0"),
         Need.MASS: Lack("is not known to indexes", "use kv_retrieval.mass=1"),
     },
-)
-SINKS = Setting(
-    "the learned attention sinks",
-    {Need.RATES: Lack("are not known where attention is observed", SELECTING)},
 )
 ALIKE = "are attended to by vLLM's kernel, which reads lists of one length"
 UNREAD = "cannot be read by our kernels"
@@ -230,7 +224,6 @@ SETTINGS = (
     STREAMING,
     MEMORY_FRACTION,
     CAPPED_LOGITS,
-    SINKS,
     UNKNOWN_KEYS,
     SPECULATION,
     PIPELINE,

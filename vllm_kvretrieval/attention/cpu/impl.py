@@ -210,7 +210,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 self.kernels.index_pages(pages.ids, pages.lengths, store)
 
     @property
-    def _sinks(self) -> torch.Tensor | None:
+    def learned_sinks(self) -> torch.Tensor | None:
         """float32 [num_heads]; the layer's learned attention sinks."""
         return None if self.sinks is None else self.sinks.detach().float()
 
@@ -287,7 +287,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
             layout,
             self.scale,
             softcap=self.logits_soft_cap,
-            sinks=self._sinks,
+            sinks=self.learned_sinks,
         )
 
     def _stage(self, kv_cache: torch.Tensor, part: Prefill) -> torch.Tensor:
@@ -314,7 +314,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Rows that decode by our own kernel, over whole contexts in the KV cache."""
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
-        self._attend(query, Part(lists, units), output, self._layout(layer), self._sinks)
+        self._attend(query, Part(lists, units), output, self._layout(layer), self.learned_sinks)
 
     def _observe(
         self,
@@ -331,7 +331,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
         part, nowhere = Part(observed.lists, units), torch.empty_like(asked)
         layout = self._layout(layer)
-        self._attend(asked, part, nowhere, layout, self._sinks, None, weights)
+        self._attend(asked, part, nowhere, layout, self.learned_sinks, None, weights)
         sources.note(observed, observed.lists, weights)
 
     def _attend_to_plan(
@@ -381,7 +381,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         Learned sinks go with the first part. Weights are asked for of a single part only.
         """
         assert len(parts) == 1 or (weights is None and parts[0].lists.starts is None)
-        sinks, (*before, last) = self._sinks, parts
+        sinks, (*before, last) = self.learned_sinks, parts
         for part in before:
             own, lse = torch.empty(query.shape), torch.empty(query.shape[:2])
             self._attend(query, part, own, layout, sinks, lse, None, remainder)

@@ -7,7 +7,7 @@ from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, PARTIAL_MODELS, SINKS, UNKNOWN_KEYS
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, PARTIAL_MODELS, UNKNOWN_KEYS
 
 
 def check_layers(planner: Planner, retrieving: set[str]) -> None:
@@ -43,8 +43,6 @@ def check_logits(
     methods = config.methods.values()
     if capped:
         CAPPED_LOGITS.check(methods, where=f" of {model}")
-    if sinks:
-        SINKS.check(methods, where=f" of {model}")
     others = isas - cpu.LAYOUTS.keys()
     if sinks and others:
         raise RetrievalConfigError(

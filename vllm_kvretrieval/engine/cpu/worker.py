@@ -314,7 +314,15 @@ class RetrievalCPUWorker(CPUWorker):
         number = [*planner.retrieval_heads].index(name)
         chunks = self.choosers.for_chunks(name, impl, kv_cache.dtype)
         facts = LayerFacts(
-            number, cpu, storage, self.requests, impl.num_kv_heads, impl.scale, chunks
+            number,
+            cpu,
+            storage,
+            self.requests,
+            impl.num_kv_heads,
+            impl.scale,
+            chunks,
+            impl.logits_soft_cap,
+            impl.learned_sinks,
         )
         impl.attach(layer_methods(facts, choosers), kv_cache, staging, storage, self.durations)
         self.retrieval_layers[name] = impl

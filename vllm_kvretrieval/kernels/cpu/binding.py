@@ -268,11 +268,16 @@ def selector_handle(selector: ContextSelector) -> "_cpu.ContextSelector":
         )
     if chosen.dtype != torch.int32 or chosen.dim() != 2 or not chosen.is_contiguous():
         raise ValueError(f"chosen must be int32 [seats, tokens], contiguous; got {chosen.dtype}")
+    sinks, heads = selector.sinks, store.kv_heads * selector.group
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,)):
+        raise ValueError(f"sinks must be float32 [{heads}], got {sinks.dtype} {tuple(sinks.shape)}")
     seats, most = chosen.shape
     selector.handle = _cpu.ContextSelector(
         index=store_handle(store),
         group=selector.group,
         scale=selector.scale,
+        softcap=selector.softcap,
+        sinks=0 if sinks is None else sinks.data_ptr(),
         selected=chosen.data_ptr(),
         seats=seats,
         max_selected=most,

@@ -110,7 +110,7 @@ class DroppingMethod(Method):
     def needs(self) -> frozenset[Need]:
         """See :attr:`Method.needs`. Shares by entropy are those of layers; as heads drop tokens
         step by step, they come to differ."""
-        needs = super().needs | {Need.DROPS, Need.RATES, Need.PROMPTS}
+        needs = super().needs | {Need.DROPS, Need.PROMPTS}
         uneven = self.drops or self.budget_shares.entropy is None
         if not self.budget_shares.uniform and uneven:
             needs |= {Need.UNEVEN_TOKENS}

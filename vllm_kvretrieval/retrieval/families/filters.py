@@ -61,7 +61,7 @@ class FilterMethod(Method):
     @property
     def needs(self) -> frozenset[Need]:
         """See :attr:`Method.needs`."""
-        return super().needs | {Need.LAYERS_SHARE, Need.RATES, Need.READS, Need.LAYER_NUMBERS}
+        return super().needs | {Need.LAYERS_SHARE, Need.READS, Need.LAYER_NUMBERS}
 
     def roles(self, filters: Any, model: Any, layers: Collection[int]) -> dict[int, Role]:
         """See :meth:`Method.roles`."""
