@@ -176,6 +176,15 @@ def rows(runner: Any) -> Callable[[Any], Sequence[str]]:
     return lambda common: ids[: common.num_reqs]
 
 
+def note_moved(runner: Any) -> None:
+    """Tell a model runner that its layers have got other caches.
+
+    Its V2 runner keeps the addresses of recurrent states, which it copies at ends of blocks.
+    """
+    if is_v2(runner):
+        runner.model_state.initialize_kv_cache(runner.kv_cache_config, runner.block_tables)
+
+
 def zero_by(runner: Any, zero: Callable[[list[int]], None], replaced: bool) -> None:
     """Have blocks filled with zeros by a function, where a model runner would do it wrongly.
 

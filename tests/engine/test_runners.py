@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.support import device_models, runners
+from tests.support import device_models, mixed_models, runners
 from tests.support.adapters import random_lora
 from tests.support.engine import Request, by, difference, prompt, random_llama
 
@@ -39,8 +39,22 @@ HOUSES: dict[str, dict[str, Any]] = {
     "encoded": FILE | {"codec": "k8v4", "streaming_attention": True},
     "sliding windows": BUDGET | {"also": ["kvretrieval", "snapkv"]},
     "windows and a file": FILE,
+    "states and a file": FILE,
+    "shared keys and a file": FILE,
 }
-BLOCKS = {"sliding windows": 40, "windows and a file": 26 + 2 * 4 * (16 + 7)}
+MODELS = {
+    "sliding windows": device_models.windows,
+    "windows and a file": device_models.windows,
+    "states and a file": device_models.states,
+    "shared keys and a file": lambda path: mixed_models.gemma4_shared(),
+}
+"""The small models of some engines; others have a Llama."""
+BLOCKS = {
+    "sliding windows": 40,
+    "windows and a file": 26 + 2 * 4 * (16 + 7),
+    "states and a file": 13 + 2 * 4 * (8 + 2),
+    "shared keys and a file": 26 + 2 * 4 * 5,
+}
 """Of a cache whose kinds of layers have their own blocks. In memory nobody is preempted: with room
 for one request of the greatest length there is room for three of the long ones. In a file, 26 lie
 there; the others are twice those of four requests in the dense layer and in windows."""
@@ -115,9 +129,9 @@ class Served:
 
 
 def model_of(house, path):
-    """A model for an engine, saved at a path: a small Llama, or Gemma 3."""
-    if house in BLOCKS:
-        device_models.make(device_models.windows, path)
+    """A model for an engine, saved at a path."""
+    if house in MODELS:
+        device_models.make(MODELS[house], path)
         return str(path)
     return random_llama(path, layers=3, kv_heads=2)
 

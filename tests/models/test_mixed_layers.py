@@ -5,12 +5,10 @@ Small models with random weights, without prefix caching: with it, vLLM's state-
 the CPU fail on prompts of several chunks, without retrieval as well.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import FalconH1Config, FalconH1ForCausalLM, Zamba2Config, Zamba2ForCausalLM
 
+from tests.support import mixed_models
 from tests.support.engine import Request, alone, assert_same, engine
 
 pytestmark = pytest.mark.engine
@@ -18,39 +16,9 @@ pytestmark = pytest.mark.engine
 BUDGET = 256
 LONG = 900
 LENGTH = 1024
-SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.1,  # large enough for attention to be sharp
-    "eos_token_id": 511,
-}
-
-
-def zamba2():
-    kinds = ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid", "mamba"]
-    config = Zamba2Config(
-        num_hidden_layers=8,
-        layers_block_type=kinds,
-        num_mem_blocks=2,
-        use_mem_rope=True,
-        **SHAPE,
-    )
-    return Zamba2ForCausalLM(config)
-
-
-def falcon_h1():
-    states = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64}
-    config = FalconH1Config(num_hidden_layers=4, head_dim=64, **states, **SHAPE)
-    return FalconH1ForCausalLM(config)
-
-
 CASES = {
-    "zamba2": (zamba2, "omnikv", {"filters": [3]}, [6]),
-    "falcon_h1": (falcon_h1, "freekv", {"budget_shares": [3, 2, 1]}, [1, 2, 3]),
+    "zamba2": (mixed_models.zamba2, "omnikv", {"filters": [3]}, [6]),
+    "falcon_h1": (mixed_models.falcon_h1, "freekv", {"budget_shares": [3, 2, 1]}, [1, 2, 3]),
 }
 """The model, the method with its options, and the layers that retrieve."""
 

@@ -45,19 +45,21 @@ RETRIEVING = {
     "lfm2": [1, 3, 5],
     "granite": [1, 3],
     "nemotron": [1, 4],
+    "falcon_h1": [1, 2, 3],
+    "zamba2": [1, 3, 4, 6],
     "qwen3_next": [1, 3],
     "qwen3_5": [1, 3],
 }
 """The layers that retrieve."""
 BFLOAT16 = {"qwen3_next", "qwen3_5"}
 """Families whose kernels for CPUs take nothing else."""
-UNCACHED = {"granite", "nemotron"}
+UNCACHED = {"granite", "nemotron", "falcon_h1", "zamba2"}
 """Those that stock vLLM serves on CPUs without its prefix cache only, if prompts are long."""
 OWN = {"gemma3n": [1, 3], "gemma4_shared": [1, 3]}
 """Those that have keys and values of their own, where others read them."""
-ROUNDING = dict.fromkeys(RETRIEVING, 1e-4) | dict.fromkeys(BFLOAT16, 0.05)
+ROUNDING = dict.fromkeys(RETRIEVING, 1e-4) | dict.fromkeys(BFLOAT16, 0.05) | {"zamba2": 1e-3}
 """Tolerance of log-probs. Most are equal bit by bit; where a prefix is found, or a request is
-preempted, a prompt is read in other chunks."""
+preempted, a prompt is read in other chunks, as in stock vLLM without its prefix cache."""
 
 
 def crowd(options=None):

@@ -3,6 +3,8 @@
 from typing import Any
 
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
@@ -19,11 +21,14 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 
 from tests.support import device_models
 from tests.support.device_models import SHAPE, sharpened
 
+FOUR = SHAPE | {"num_key_value_heads": 4, "eos_token_id": 511}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -143,6 +148,26 @@ def nemotron() -> Any:
         **SHAPE,
     )
     return NemotronHForCausalLM(config)
+
+
+def falcon_h1() -> Any:
+    """Falcon-H1: every layer has full attention beside a state space (Mamba 2)."""
+    states = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64}
+    config = FalconH1Config(num_hidden_layers=4, head_dim=64, **states, **FOUR)
+    return FalconH1ForCausalLM(config)
+
+
+def zamba2() -> Any:
+    """Zamba2: state spaces, half of them behind full attention in the same layer."""
+    kinds = ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid", "mamba"]
+    config = Zamba2Config(
+        num_hidden_layers=8,
+        layers_block_type=kinds,
+        num_mem_blocks=2,
+        use_mem_rope=True,
+        **FOUR,
+    )
+    return Zamba2ForCausalLM(config)
 
 
 def qwen3_next() -> Any:

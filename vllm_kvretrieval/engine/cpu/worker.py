@@ -138,6 +138,7 @@ class RetrievalCPUWorker(CPUWorker):
         names, block_bytes = layers_at_home(kv_cache_config, homes)
         memories = self.storage.allocate(names, blocks * block_bytes)
         move_kv_cache(runner, kv_cache_config, homes, blocks, memories)
+        compat.note_moved(runner)
 
     def _zero_blocks(self, block_ids: list[int]) -> None:
         """Fill blocks with zeros, in place of vLLM's V1 runner, which takes pages for blocks.
