@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support import mixed_models
 from tests.support.drafter import speculation
 from tests.support.engine import (
     Answer,
@@ -26,6 +27,7 @@ from tests.support.engine import (
     model_of,
     novel,
     preemptions,
+    prompt,
     shortened,
 )
 from tests.support.turns import with_and_without_cache
@@ -299,3 +301,27 @@ def test_structured_output_stops_and_seeds(llm, kind):
         assert stop not in answered(right, temperature=0, stop=[stop])
     first, second = (answered(0.8, temperature=1.0, seed=5, top_k=20) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["device", "disk"])
+def test_layers_that_read_the_keys_of_others(tmp_path, home):
+    """They select by records that drafts enter and leave, too."""
+    torch.manual_seed(0)
+    mixed_models.gemma4_shared().save_pretrained(tmp_path)
+    options = OPTIONS | {"skip_tokenizer_init": True, "num_gpu_blocks_override": None}
+    retrieval = {"budget": 192, "home": home}
+    with engine(
+        str(tmp_path),
+        attention_backend="freekv",
+        additional_config={"kv_retrieval": retrieval},
+        **options,
+    ) as llm:
+        request = Request(prompt(500), 40, {})
+        expected, answers = one_by_one(llm, request), []
+        for right, wrong in ((0.0, 0), (0.7, 1), (0.7, 2)):
+            follow(llm, [text_of(request, expected)], right=right, lengths=3, wrong=wrong)
+            answers.append(alone(llm, request))
+    assert_same(answers[0], expected, TOLERANCE)
+    assert tokens_per_step(answers[0]) == 1 < tokens_per_step(answers[1])
+    assert answers[1] == answers[2]

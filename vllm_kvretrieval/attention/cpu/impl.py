@@ -132,11 +132,11 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         for number, method in enumerate(methods):
             if isinstance(method, LayerWatcher):
                 self.watchers[number] = method
-        if self.kv_sharing_target_layer_name is not None:
-            return  # the layer that has the cache keeps its indexes
         recorded = (c.store for c in choosers if c.store.records.numel())
-        self.indexes = list({id(store): store for store in recorded}.values())
-        self._growing = [s for s in self.indexes if s.index is not None and s.index.grows]
+        indexes = list({id(store): store for store in recorded}.values())
+        self._growing = [s for s in indexes if s.index is not None and s.index.grows]
+        if self.kv_sharing_target_layer_name is None:
+            self.indexes = indexes  # else the layer that has the cache keeps them
 
     def do_kv_cache_update(
         self,
