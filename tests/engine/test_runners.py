@@ -57,7 +57,8 @@ BLOCKS = {
 }
 """Of a cache whose kinds of layers have their own blocks. In memory nobody is preempted: with room
 for one request of the greatest length there is room for three of the long ones. In a file, 26 lie
-there; the others are twice those of four requests in the dense layer and in windows."""
+there, or 13 with twice the tokens; the others are twice those of four requests in the dense layer,
+in windows and of states."""
 SLOW = pytest.mark.slow
 MODULES = {"v1": "vllm.v1.worker.cpu_model_runner", "v2": "vllm.v1.worker.cpu.model_runner"}
 MEMORY = OPTIONS | {"additional_config": {"kv_retrieval": HOUSES["memory"]}}
