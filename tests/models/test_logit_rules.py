@@ -5,6 +5,7 @@ that retrieve.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_filters_know_the_rules(model):
 def _filter_rules(worker):
     """The soft cap and the sinks of the filter's selector, and its layer's sinks."""
     layers = worker.vllm_config.compilation_config.static_forward_context
-    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    impls: list[Any] = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
     (impl,) = (impl for impl in impls if getattr(impl, "watchers", None))
     (selector,) = (watcher.selectors.rows for watcher in impl.watchers.values())
     return selector.softcap, selector.sinks, impl.sinks
