@@ -7,7 +7,7 @@
 # output stays as it was allocated, uninitialised. Only int64 arrives. Requests at temperature 0 are
 # not concerned. Others (`--speculative-config` with ngram, for instance) get tokens that the model
 # would not give, without a word: SmolLM2-135M at temperature 1 answers with words without sense as
-# soon as drafts are wrong.
+# soon as drafts are wrong. Or the engine ends, at a top_k beyond the vocabulary.
 #
 # Expected: the output has the numbers, of whatever type.
 #

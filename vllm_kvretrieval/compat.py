@@ -202,6 +202,11 @@ def zero_by(runner: Any, zero: Callable[[list[int]], None], replaced: bool) -> N
         runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=zero, warmup=lambda blocks: None)
 
 
+def layers_of_drafter(runner: Any) -> frozenset[str]:
+    """Names of the layers of a drafter's own model, once a model runner has loaded it."""
+    return frozenset(getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ()))
+
+
 def configured_block_size(vllm_config: Any) -> int:
     """Tokens of a block, as an engine is configured that has no model yet.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.model_configs import LLAMA
+from tests.support.model_configs import GEMMA, LLAMA, QWEN_3_5
 from vllm_kvretrieval.drafting import pace
 from vllm_kvretrieval.drafting.lookup import LONGEST, find
 from vllm_kvretrieval.drafting.pace import MODEL, PROBE, Pace, row_cost
@@ -277,8 +277,69 @@ def test_engines_that_cannot_draft(options, message):
 
 def test_the_v2_runner_takes_no_drafter(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="V2 model runner, which takes no drafters of others"):
+    with pytest.raises(ValueError, match=r"V1 model runner, not with V2; .*drafts=4 out"):
         retrieving(drafts=4)
+
+
+BESIDE_A_DRAFT_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a file": ({"home": "disk"}, {}, "home=disk, which holds layers of one model; use home=device"),
+    "any home": ({"home": "auto"}, {}, "home=auto, which holds layers of one model"),
+    "a store": ({"store": "/tmp"}, {}, "kv_retrieval.store, which knows one model's weights"),
+    "small pages": ({"page_size": 16}, {}, "page_size=16, since vLLM's attention reads multiples"),
+    "adapters": ({}, {"enable_lora": True}, "LoRA adapters, .*; leave --enable-lora out"),
+    "windows": ({}, {"model": GEMMA}, "the sliding windows of .*; leave it out"),
+    "states": ({}, {"model": QWEN_3_5}, "the states of .* would keep what these have changed"),
+    "stages": (
+        {},
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "--pipeline-parallel-size; use --tensor-parallel-size",
+    ),
+}
+
+
+def drafting_with(method: str, path: Any, **options: Any) -> Any:
+    """The configuration of an engine with a draft model of a config.json at ``path``."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(LLAMA))
+    by = {"method": method, "model": str(path), "num_speculative_tokens": 2}
+    return configured(speculative_config=by, **options)
+
+
+@pytest.mark.parametrize(
+    ("retrieval", "options", "message"),
+    BESIDE_A_DRAFT_MODEL.values(),
+    ids=BESIDE_A_DRAFT_MODEL.keys(),
+)
+def test_draft_models_that_cannot_be_served(tmp_path, retrieval, options, message):
+    additional = {"kv_retrieval": retrieval}
+    with pytest.raises(ValueError, match=message):
+        drafting_with("draft_model", tmp_path / "draft", additional_config=additional, **options)
+
+
+def test_other_draft_models(tmp_path):
+    """They are named, with those that are served."""
+    with pytest.raises(ValueError, match=r"drafts of 'eagle3'; use one of ngram, .*, mtp as"):
+        drafting_with("eagle3", tmp_path / "draft")
+
+
+def test_a_draft_model_leaves_pages_as_vllms_attention_reads_them(tmp_path):
+    for dtype in ("bfloat16", "float32"):
+        config = drafting_with("draft_model", tmp_path / "draft", dtype=dtype)
+        served = RetrievalConfig.from_vllm(config)
+        assert served is not None
+        assert served.page_size % 32 == 0
+
+
+def test_options_without_a_method_are_refused_beside_a_draft_model(tmp_path):
+    """Though vLLM makes a configuration without one for the draft model."""
+    additional = {"kv_retrieval": {"budget": 1024}}
+    with pytest.raises(ValueError, match="has no effect without a retrieval backend"):
+        drafting_with(
+            "draft_model",
+            tmp_path / "draft",
+            attention_backend=None,
+            additional_config=additional,
+        )
 
 
 def test_lora_beside_lossless():

@@ -32,6 +32,15 @@ LEAST = 5
 """Expected answers of a kind that is counted for itself."""
 DRAFTS = 3
 SHORT, LONG = 40, 385
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "kvretrieval",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+    "enforce_eager": True,
+    "seed": 0,
+}
 
 model = model_of(random_llama, 2, 2)
 
@@ -81,17 +90,8 @@ HOT = Sampled(2.0, 4, top_p=0.8, seed=1000)
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with engine(
-        model,
-        attention_backend="kvretrieval",
-        additional_config={"kv_retrieval": {"budget": 128, "drafts": DRAFTS}},
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=64,
-        enforce_eager=True,
-        seed=0,
-    ) as llm:
+    retrieval = {"budget": 128, "drafts": DRAFTS}
+    with engine(model, additional_config={"kv_retrieval": retrieval}, **OPTIONS) as llm:
         yield llm
 
 
@@ -242,3 +242,21 @@ def test_lossless_answers_are_sampled_as_full_attention_does(llm, logits, own_dr
     approximate = draw(llm, asked, {}, [WARM])[0]
     outside = approximate.total() - sum(approximate[answer] for answer in of[0])
     assert outside > 0 or deviation(approximate, of[0]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", ["greedy", "probabilistic"])
+def test_drafts_of_a_model(model, logits, drawn):
+    """The model itself as draft model, which knows nothing of ``top_k`` and ``top_p``."""
+    by = {
+        "method": "draft_model",
+        "model": model,
+        "num_speculative_tokens": DRAFTS,
+        "draft_sample_method": drawn,
+    }
+    asked = prompt(SHORT)
+    with engine(model, speculative_config=by, **OPTIONS) as llm:
+        *counts, greedy = draw(llm, asked, {}, [WARM, HOT, None])
+    assert len(greedy) == 1
+    for answers, kind in zip(counts, (WARM, HOT), strict=True):
+        assert deviation(answers, expected(kind, asked, logits)) < 1

@@ -157,8 +157,8 @@ ENGINES = {
     ),
     "drafter": (
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
-        "freekv does not verify the drafts of 'ngram_gpu'; use one of ngram, suffix, custom_class "
-        "as the method of --speculative-config, or leave that out.",
+        "freekv does not verify the drafts of 'ngram_gpu'; use one of ngram, suffix, custom_class, "
+        "draft_model, eagle, mtp as the method of --speculative-config, or leave that out.",
     ),
     "drafts": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 129}},

@@ -99,7 +99,8 @@ def test_going_back_finds_nothing_the_first_time():
     happens="where the draft's layers share the group of the windows, no request hits a shared "
     "document",
     newer={"0.33": "from the third request on they hit, all but a block"},
-    remedy="the plug-in refuses EAGLE; stock vLLM: set the interval to the block size",
+    remedy="the plug-in refuses EAGLE beside windows; stock vLLM: set the interval to the block "
+    "size",
 )
 def test_eagle_and_windows():
     groups = [KVCacheGroupSpec(["0"], FULL), KVCacheGroupSpec(["1"], WINDOW, is_eagle_group=True)]

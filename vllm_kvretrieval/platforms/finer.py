@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention.cpu.refusals import choose_attention
+from vllm_kvretrieval.attention.cpu.speculation import has_draft_model
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.compat import CPU_BLOCK, configured_block_size
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -29,7 +30,8 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
     """Options that a method has here in place of its preset's; empty: there are none.
 
     The pages of an engine have one size, so blocks that entries of two pages do not fit in, and
-    layers with sliding windows in the same blocks, leave the preset's pages, too.
+    layers with sliding windows or of a draft model in the same blocks, leave the preset's pages,
+    too.
 
     Args:
         vllm_config: The configuration of the engine.
@@ -43,7 +45,8 @@ def finer_options(vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         return {}
     finer = finer_for_model(vllm_config.model_config, method, options)
     one_size = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    if not finer or one_size or has_foreign_connector(vllm_config):
+    shared = one_size or has_foreign_connector(vllm_config) or has_draft_model(vllm_config)
+    if not finer or shared:
         return {}
     config = RetrievalConfig.from_options(method, {**options, **finer})
     entry, block_size = config.own.entry_tokens, configured_block_size(vllm_config)

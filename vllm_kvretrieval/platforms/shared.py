@@ -117,6 +117,8 @@ class RetrievalPlatform(Platform):
         worker = vllm_config.parallel_config.worker_cls
         super().check_and_update_config(vllm_config)
         if method is None:
+            if worker == cls.worker or _drafts(vllm_config):
+                return  # vLLM makes a draft model's configuration of one that has been checked
             if options_of(vllm_config):
                 raise RetrievalConfigError(
                     f"kv_retrieval={options_of(vllm_config)!r} has no effect without a retrieval "
@@ -166,6 +168,12 @@ class RetrievalPlatform(Platform):
         extra_args = getattr(params, "extra_args", None)
         logprobs = getattr(params, "prompt_logprobs", None)
         check_request(caller, extra_args, logprobs, cls.setting)
+
+
+def _drafts(vllm_config: "VllmConfig") -> bool:
+    """Whether a configuration is that of a draft model."""
+    model = vllm_config.model_config
+    return model is not None and model.runner_type == "draft"
 
 
 def _set_scheduler(vllm_config: "VllmConfig", method: str) -> None:

@@ -48,11 +48,6 @@ def add_drafter(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         target_model_config=vllm_config.model_config,
         target_parallel_config=vllm_config.parallel_config,
     )
-    if vllm_config.use_v2_model_runner:
-        raise RetrievalConfigError(
-            f"{option} cannot be served by vLLM's V2 model runner, which takes no drafters of "
-            "others; unset VLLM_USE_V2_MODEL_RUNNER, or leave it out."
-        )
     if config.lossless and (obstacle := _obstacle(vllm_config, config)) is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.lossless=True cannot be served with {obstacle}; leave it out, or use "

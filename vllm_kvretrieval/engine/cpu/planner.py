@@ -60,6 +60,7 @@ class Planner:
         rank: The worker's number.
 
     Attributes:
+        drafting: Names of the layers of a draft model, which attend to everything.
         tiers: Sizes with a slow home; None without one, or as long as nothing is planned.
         homes: Numbers of vLLM's groups of layers in it; none without one.
         names_at_home: Names of the layers of these groups.
@@ -78,6 +79,7 @@ class Planner:
         self.model_config, self.cache_config = vllm_config.model_config, vllm_config.cache_config
         self.parallel_config = vllm_config.parallel_config
         self.scheduler_config = vllm_config.scheduler_config
+        self.drafting: frozenset[str] = frozenset()
         self.tiers: Tiers | None = None
         self.homes: tuple[int, ...] = ()
         self.names_at_home: list[str] = []
@@ -261,9 +263,10 @@ class Planner:
 
     @functools.cached_property
     def layer_specs(self) -> dict[str, Any]:
-        """vLLM's KV cache specs of all layers, those that read another one's cache included."""
+        """vLLM's KV cache specs of the model's layers, with those that read another one's cache."""
         specs = self.get_kv_cache_spec()
-        return specs | {name: specs[owner] for name, owner in self.owners.items()}
+        specs |= {name: specs[owner] for name, owner in self.owners.items()}
+        return {name: spec for name, spec in specs.items() if name not in self.drafting}
 
     @functools.cached_property
     def retrieval_heads(self) -> dict[str, slice]:

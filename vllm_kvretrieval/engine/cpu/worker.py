@@ -118,6 +118,7 @@ class RetrievalCPUWorker(CPUWorker):
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         if self.vllm_config.speculative_config is not None:
             verify_as_asked()
+        self.planner.drafting = compat.layers_of_drafter(self.model_runner)
         load_compiled(model)
 
     def determine_available_memory(self) -> int:
