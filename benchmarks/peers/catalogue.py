@@ -69,6 +69,8 @@ class Kind:
         longest: Tokens of its longest context, where its format of the model has a limit.
         limit: Why there is a limit.
         holds: Whether it can be held to AVX2.
+        decodes: Whether tokens behind the first one are of interest: others of the same engine
+            have the same.
     """
 
     make: Callable[[Sizes, bool], Starting]
@@ -78,6 +80,7 @@ class Kind:
     longest: int | None = None
     limit: str = ""
     holds: bool = True
+    decodes: bool = True
 
 
 def _driver(name: str, arguments: dict[str, Any], sizes: Sizes, env: dict[str, str]) -> Starting:
@@ -185,7 +188,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "openvino": Kind(_openvino("f16", False), {"OpenVINO f16": None}),
     "openvino-q8_0": Kind(_openvino("q8_0", False), {"OpenVINO q8_0": None}),
-    "openvino-xattention": Kind(_openvino("f16", True), {"OpenVINO f16, XAttention": None}),
+    "openvino-xattention": Kind(
+        _openvino("f16", True), {"OpenVINO f16, XAttention": None}, decodes=False
+    ),
     "ort": Kind(_ort, {"ORT int4": None}, holds=False),
     "mistral": Kind(
         _mistral,
@@ -197,5 +202,6 @@ KINDS: Mapping[str, Kind] = {
 }
 """By the names that the command line takes."""
 
-DEFAULT = tuple(name for name in KINDS if name not in ("llama-f16-nofa", "llama-f16"))
+_LEFT_OUT = ("llama-f16-nofa", "llama-f16", "openvino-q8_0")
+DEFAULT = tuple(name for name in KINDS if name not in _LEFT_OUT)
 """Those that are measured if nothing is said."""

@@ -84,11 +84,10 @@ class LlamaCpp:
         """Read the slot from the file of that name."""
         self._slot("restore", name)
 
-    def widen(self, name: str, tokens: list[int]) -> None:
-        """Make a saved slot one of longer text, whose keys and values are those of the saved one,
-        over and over: as many bytes as a real one, which would take minutes to compute."""
-        path = self._saved / name
-        path.write_bytes(slot_file.widened(path.read_bytes(), tokens))
+    def widen(self, name: str, tokens: list[int], to: str) -> None:
+        """Make of a saved slot one of longer text, whose keys and values are those of the saved
+        one, over and over: as many bytes as a real one, which would take minutes to compute."""
+        (self._saved / to).write_bytes(slot_file.widened((self._saved / name).read_bytes(), tokens))
 
     def _slot(self, action: str, name: str) -> None:
         answer = json.loads(self._post(f"/slots/0?action={action}", {"filename": name}).read())

@@ -108,8 +108,15 @@ class Measuring:
 
     def __init__(self, args: argparse.Namespace, table: Table, scratch: Path) -> None:
         self.args, self.table, self.scratch = args, table, scratch
-        self.documents = Documents(args.model)
+        self._documents = Documents(args.model)
+        self._known: dict[int, list[int]] = {}
         self.chosen = {name: KINDS[name] for name in args.engines}
+
+    def document(self, context: int) -> list[int]:
+        """The document of that length; those of two lengths begin otherwise."""
+        if context not in self._known:
+            (self._known[context],) = self._documents.take(1, context)
+        return self._known[context]
 
     def sizes(self, context: int) -> Sizes:
         """For engines with room for such contexts."""
@@ -125,12 +132,12 @@ class Measuring:
             self.table.versions(peer.versions)
             yield peer
 
-    def too_long(self, lane: str, context: int) -> str | None:
-        """Why an engine does not read a prompt: it would take longer than is allowed."""
+    def too_long(self, lane: str, context: int, limit: float) -> str | None:
+        """Why an engine does not read a prompt: it would take longer than so many seconds."""
         for shorter in sorted((c for c in self.args.first if c < context), reverse=True):
             if (known := self.table.value(lane, "first", shorter)) is not None:
                 needed = known * (context / shorter) ** GROWTH
-                return f"> {self.args.longest:.0f} s" if needed > self.args.longest else None
+                return f"> {limit:.0f} s" if needed > limit else None
         return None
 
     def start(self, name: str, kind: Kind) -> None:
@@ -150,7 +157,7 @@ class Measuring:
         if not wanted:
             return
         starting = kind.make(self.sizes(self.args.memory_context), True)
-        (short,) = self.documents.take(1, SHORT)
+        short = self.document(SHORT)
         with tempfile.TemporaryDirectory(dir=self.scratch) as cache:
             env = {"VLLM_CACHE_ROOT": cache} if "start" in wanted else {}
             if "start" in wanted:
@@ -163,122 +170,137 @@ class Measuring:
                 if "start" in wanted:
                     self.table.put(lane, "start_warm", None, value=round(peer.start_s + first, 3))
                 if "first" in wanted:
-                    self.first(lane, peer, contexts)
+                    self.first(name, kind, peer, contexts)
 
-    def first(self, lane: str, peer: Peer, contexts: list[int]) -> None:
+    def first(self, name: str, kind: Kind, peer: Peer, contexts: list[int]) -> None:
         """First tokens of new documents, the short ones first, and the memory that they take."""
+        lane = next(iter(kind.lanes))
         for context in contexts:
             if self.table.value(lane, "first", context) is not None:
                 continue
-            (document,) = self.documents.take(1, context)
-            if reason := self.too_long(lane, context):
+            if reason := self.too_long(lane, context, self.args.longest):
                 self.table.put(lane, "first", context, reason=reason)
                 continue
             with peer.peak() as most:
-                found = peer.call("generate", tokens=document, count=1 + WARM)
+                found = peer.call("generate", tokens=self.document(context), count=1 + WARM)
+            if kind.saves:
+                peer.call("save", name=_slot(name, context))
             self.table.put(lane, "first", context, value=round(found["first_token_s"], 3))
             if context == self.args.memory_context:
                 self.table.put(lane, "memory", context, value=most[0])
 
     def steps(self) -> None:
-        """Times of tokens, by all engines in turns."""
-        args, table = self.args, self.table
-        todo = {
-            name: [
-                context
-                for context in args.contexts
-                if any(table.value(lane, "steps", context) is None for lane in kind.lanes)
-            ]
-            for name, kind in self.chosen.items()
-        }
-        late = [c for c in args.first if c > args.memory_context and "first" in args.figures]
-        if not any(todo.values()):
-            return
+        """Times of tokens, by all engines in turns, and first tokens of long documents."""
+        args = self.args
+        todo = {name: self.missing(kind) for name, kind in self.chosen.items()}
+        contexts = sorted({context for wanted in todo.values() for context in wanted})
         with ExitStack() as stack:
             peers = dict[str, Peer]()
-            for name, kind in self.chosen.items():
-                if not todo[name]:
+            for name, wanted in todo.items():
+                if not wanted:
                     continue
-                longest = max(*args.contexts, *late)
-                starting = kind.make(self.sizes(longest), False)
-                try:
+                kind = self.chosen[name]
+                starting = kind.make(self.sizes(max(*args.contexts, *args.first)), False)
+                with self.guarded(kind, "steps", args.contexts):
                     peers[name] = stack.enter_context(self.running(name, starting, {}))
-                except EngineError as error:
-                    self.failed(kind, "steps", todo[name], error)
-                    continue
-                peers[name].pause()
+                    peers[name].pause()
                 if psutil.virtual_memory().available < FREE:
                     raise EngineError(
                         f"memory runs out with {name}: name fewer --engines at a time"
                     )
-            for context in sorted({*args.contexts, *late}):
-                self.turns(peers, context, {n for n in peers if context in todo[n]})
+            for context in contexts:
+                self.turns({n: peer for n, peer in peers.items() if context in todo[n]}, context)
 
-    def turns(self, peers: dict[str, Peer], context: int, timed: set[str]) -> None:
+    def missing(self, kind: Kind) -> list[int]:
+        """Contexts at which an engine that runs beside the others has something to measure."""
+        args, value = self.args, self.table.value
+        timed = {
+            context
+            for context in args.contexts
+            if "steps" in args.figures and kind.decodes
+            for lane in kind.lanes
+            if value(lane, "steps", context) is None
+        }
+        late = {
+            context
+            for context in args.first
+            if "first" in args.figures and context > args.memory_context
+            if value(next(iter(kind.lanes)), "first", context) is None
+        }
+        return sorted(timed | late)
+
+    def turns(self, peers: dict[str, Peer], context: int) -> None:
         """All engines at one context.
 
         Args:
-            peers: Those that run, frozen.
+            peers: Those that have something to measure at it, frozen.
             context: Tokens of the document.
-            timed: Those whose steps are wanted; of the others the first token is, at most.
         """
-        args, table = self.args, self.table
-        (document,) = self.documents.take(1, context)
+        args, document = self.args, self.document(context)
         lanes = list[tuple[str, str, str | None]]()
         for name, peer in peers.items():
             kind = KINDS[name]
-            lane = next(iter(kind.lanes))
-            if kind.longest is not None and context > kind.longest:
-                for each in kind.lanes:
-                    table.put(each, "steps", context, reason=kind.limit)
-                continue
-            wants_first = context in args.first and "first" in args.figures
-            reason = self.too_long(lane, context)
-            if reason and wants_first:
-                table.put(lane, "first", context, reason=reason)
-            if name not in timed and (reason or not wants_first):
-                continue
-            try:
+            with self.guarded(kind, "steps", [context] if context in args.contexts else []):
                 with peer.awake():
-                    if reason and not kind.widens:
-                        table.put(lane, "steps", context, reason=reason)
+                    ready = self.read(name, kind, peer, context)
+                    if not ready or context not in args.contexts or not kind.decodes:
                         continue
-                    if reason:
-                        self.widen(name, peer, document)
-                    elif (
-                        wants_first
-                        and context > args.memory_context
-                        and table.value(lane, "first", context) is None
-                    ):
-                        found = peer.call("generate", tokens=document, count=1)
-                        table.put(lane, "first", context, value=round(found["first_token_s"], 3))
-                    else:
-                        peer.call("generate", tokens=document, count=1)
-                    if kind.widens and context <= args.memory_context:
-                        peer.call("save", name=f"{name}.slot")
                     for method in kind.lanes.values():
                         peer.call("generate", tokens=document, count=WARM, **_named(method))
-            except EngineError as error:
-                self.failed(kind, "steps", [context], error)
-                continue
-            if name in timed:
                 lanes += [(name, each, method) for each, method in kind.lanes.items()]
+        if "steps" not in args.figures:
+            return
         found = {lane: list[float]() for _, lane, _ in lanes}
         for turn in range(args.repeats):
             for name, lane, method in lanes if turn % 2 == 0 else reversed(lanes):
-                with peers[name].awake():
+                with self.guarded(KINDS[name], "steps", [context]), peers[name].awake():
                     answer = peers[name].call(
                         "generate", tokens=document, count=args.steps + 1, **_named(method)
                     )
-                found[lane].append(1000 * median(answer["steps_s"]))
+                    found[lane].append(1000 * median(answer["steps_s"]))
         for lane, times in found.items():
-            turns = [round(each, 2) for each in times]
-            table.put(lane, "steps", context, value=round(median(times), 2), turns=turns)
+            if len(times) == args.repeats:
+                each = [round(one, 2) for one in times]
+                self.table.put(lane, "steps", context, value=round(median(times), 2), turns=each)
 
-    def widen(self, name: str, peer: Peer, document: list[int]) -> None:
-        """Give llama.cpp a context of so many bytes without computing it."""
-        peer.call("widen", name=f"{name}.slot", tokens=document)
-        peer.call("restore", name=f"{name}.slot")
+    def read(self, name: str, kind: Kind, peer: Peer, context: int) -> bool:
+        """Let an engine have the document in its cache; returns whether it does.
+
+        It reads it, where its time to the first token is wanted or where that takes not too long;
+        otherwise it restores what it has saved, or a shorter context that is made longer.
+        """
+        args, lane, document = self.args, next(iter(kind.lanes)), self.document(context)
+        timed = context in args.contexts and "steps" in args.figures and kind.decodes
+        wants_first = "first" in args.figures and context in args.first
+        wants_first &= context > args.memory_context
+        wants_first &= self.table.value(lane, "first", context) is None
+        reason = kind.limit if kind.longest is not None and context > kind.longest else None
+        late = reason or self.too_long(lane, context, args.longest)
+        if wants_first and late:
+            self.table.put(lane, "first", context, reason=late)
+        elif wants_first:
+            found = peer.call("generate", tokens=document, count=1)
+            self.table.put(lane, "first", context, value=round(found["first_token_s"], 3))
+            return True
+        if not timed:
+            return False
+        own, shorter = (
+            _slot(name, each) for each in (context, min(context, self.args.memory_context))
+        )
+        if kind.saves and (self.scratch / own).exists():
+            peer.call("restore", name=own)
+        elif late and kind.widens and (self.scratch / shorter).exists():
+            peer.call("widen", name=shorter, tokens=document, to=own)
+            peer.call("restore", name=own)
+        elif reason := reason or self.too_long(lane, context, args.reading):
+            for each in kind.lanes:
+                self.table.put(each, "steps", context, reason=reason)
+            return False
+        else:
+            peer.call("generate", tokens=document, count=1)
+            if kind.saves and context <= args.memory_context:
+                peer.call("save", name=own)
+        return True
 
     def restart(self, name: str, kind: Kind, context: int) -> None:
         """Save a document, end the engine, and ask about it after a new start."""
@@ -288,16 +310,17 @@ class Measuring:
         if kind.saves is False:
             self.table.put(lane, "restart", context, reason="no such option")
             return
-        (document,) = self.documents.take(1, context)
-        sizes = self.sizes(context)
+        document, sizes = self.document(context), self.sizes(context)
         if kind.saves:
-            starting, slot = kind.make(sizes, True), f"{name}-restart.slot"
-            begun = min(context, self.args.memory_context)
-            with self.running(name, starting, {}) as peer:
-                peer.call("generate", tokens=document[:begun], count=1)
-                peer.call("save", name=slot)
-                if begun < context:
-                    peer.call("widen", name=slot, tokens=document)
+            starting, slot = kind.make(sizes, True), _slot(name, context)
+            if not (self.scratch / slot).exists():
+                begun = min(context, self.args.memory_context)
+                with self.running(name, starting, {}) as peer:
+                    peer.call("generate", tokens=self.document(begun), count=1)
+                    peer.call("save", name=_slot(name, begun))
+                    if begun < context:
+                        shorter = _slot(name, begun)
+                        peer.call("widen", name=shorter, tokens=document, to=slot)
             with self.running(name, starting, {}) as peer:
                 watch = Stopwatch()
                 peer.call("restore", name=slot)
@@ -358,6 +381,11 @@ class Measuring:
                     self.table.put(lane, figure, context, reason=reason)
 
 
+def _slot(name: str, context: int) -> str:
+    """The name of a saved context."""
+    return f"{name}-{context}.slot"
+
+
 def _named(method: str | None) -> dict[str, str]:
     return {"method": method} if method else {}
 
@@ -398,8 +426,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the document that memory is measured at")  # fmt: skip
     add("--steps", type=int, default=8 if quick else 24, help="tokens of a turn")
     add("--repeats", type=int, default=1 if quick else 3, help="turns of each engine")
-    add("--longest", type=float, default=120.0, metavar="S", help="a document that would take "
-        "longer than so many seconds is not read")  # fmt: skip
+    add("--longest", type=float, default=120.0, metavar="S", help="first tokens that would take "
+        "longer than so many seconds are left out")  # fmt: skip
+    add("--reading", type=float, default=300.0, metavar="S", help="the same of documents that "
+        "are read for the tokens behind them")  # fmt: skip
     add("--passkey", type=int, default=4 if quick else 20, metavar="N", help="pass keys")
     add("--passkey-context", type=int, default=1536 if quick else 4096, metavar="N",
         help="tokens around a pass key")  # fmt: skip
@@ -431,7 +461,7 @@ def run(args: argparse.Namespace) -> int:
             if {"start", "first"} & {*args.figures}:
                 with run.guarded(kind, "first", args.first):
                     run.start(name, kind)
-        if "steps" in args.figures:
+        if {"steps", "first"} & {*args.figures}:
             run.steps()
         for name, kind in run.chosen.items():
             for context in args.restarts if "restart" in args.figures else []:
