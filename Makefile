@@ -55,7 +55,7 @@ help:
 	@echo "make test-next VLLM=0.33.0   the tests that a new vLLM is tried with, over its Python"
 	@echo "make docs    the pages of documentation, in build/site"
 	@echo "make notebook  run examples/compare.ipynb, and keep what its cells give"
-	@echo "make lint-workflows  check the workflows and forms of a public host, and CITATION.cff"
+	@echo "make lint-workflows  check the workflows and forms of a public host, CITATION.cff and compose file"
 	@echo "make bench   speed against stock vLLM"
 	@echo "make gpu     what needs an NVIDIA GPU (CALLS=day: nine minutes of it)"
 	@echo "make gpu-bundle  what a GPU machine without network needs to be brought (VLLM=0.33: of that vLLM)"
@@ -130,6 +130,7 @@ lint-workflows: $(WORKFLOWS)/.installed
 	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.github-issue-forms \
 	  .github/ISSUE_TEMPLATE/*.yml
 	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(WORKFLOWS)/bin/python -m check_jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(WORKFLOWS)/bin/zizmor --offline --no-progress --config .github/zizmor.yml .github/workflows
 
 $(DOCS)/.installed: requirements/docs.txt
