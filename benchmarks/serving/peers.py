@@ -71,13 +71,13 @@ class Table:
     """Cells of a result file by lane, figure and context, each written as soon as it is there."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        stored = read_json(path)
+        stored: dict[str, Any] = read_json(path) or {}
         if stored and stored["settings"] != settings:
             raise ValueError(f"{path} was made with other settings: name another --output")
         self._path = path
         self._store = result_header("benchmarks.serving") | {"settings": settings}
-        self._store["versions"] |= stored["versions"] if stored else {}
-        self._cells: list[Cell] = stored["cells"] if stored else []
+        self._store["versions"] |= stored.get("versions", {})
+        self._cells: list[Cell] = stored.get("cells", [])
         for cell in self._cells:
             cell.setdefault("build", stored["build"])
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks.common import ROOT

@@ -107,4 +107,6 @@ def test_grafana_finds_board_and_prometheus(services):
     (variable,) = (v for v in board()["templating"]["list"] if v["type"] == "datasource")
     assert source["isDefault"]
     assert source["type"] == variable["query"]
-    assert re.fullmatch(r"http://(\w+):(\d+)", source["url"])[1] in services
+    address = re.fullmatch(r"http://(\w+):(\d+)", source["url"])
+    assert address is not None
+    assert address[1] in services
