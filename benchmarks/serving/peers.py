@@ -392,7 +392,7 @@ def _named(method: str | None) -> dict[str, str]:
 
 def forget(path: Path) -> None:
     """Take files of weights out of the system's page cache."""
-    for file in [path] if path.is_file() else path.iterdir():
+    for file in [path] if path.is_file() else filter(Path.is_file, path.iterdir()):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

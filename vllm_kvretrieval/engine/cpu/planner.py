@@ -265,7 +265,7 @@ class Planner:
     def layer_specs(self) -> dict[str, Any]:
         """vLLM's KV cache specs of the model's layers, with those that read another one's cache."""
         specs = self.get_kv_cache_spec()
-        specs |= {name: specs[owner] for name, owner in self.owners.items()}
+        specs = specs | {name: specs[owner] for name, owner in self.owners.items()}
         return {name: spec for name, spec in specs.items() if name not in self.drafting}
 
     @functools.cached_property
