@@ -41,7 +41,7 @@ def widened(data: bytes, tokens: Sequence[int]) -> bytes:
     own = reader.take(f"<{length}i")
     streams, cells = reader.take("<II")
     head = own[: length - cells - 1]  # what the server keeps beside the tokens, and a 0 behind them
-    if len(head) != 3 or head[2] != cells or own[-1] != 0 or streams != 1:
+    if head != (-1, 1, cells) or own[-1] != 0 or streams != 1:
         raise ValueError(f"a saved slot begins by {own[:4]}, of {cells} cells: not a known form")
     for position in range(cells):
         if reader.take("<iII") != (position, 1, 0):
