@@ -41,7 +41,7 @@ def peers(results: Results, options: Options) -> str:
         key=lambda each: ([*HEADINGS].index(each[0]), each[1] or 0),
     )
     header = ["engine"]
-    header += [HEADINGS[figure].format(f"{context:,}") for figure, context in columns]
+    header += [HEADINGS[figure].format(f"{context or 0:,}") for figure, context in columns]
     rows = []
     for lane in lanes:
         found = [cells.get((lane, *column)) for column in columns]

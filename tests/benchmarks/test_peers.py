@@ -95,6 +95,7 @@ def kinds(monkeypatch, tmp_path):
         "failing": Kind(make(fails_from=600), {"failing": None}),
     }
     monkeypatch.setattr(peers, "KINDS", made)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--quick"])
     monkeypatch.setattr(environment, "FOLDER", tmp_path / "build")
     for module in ("benchmarks.models.AutoTokenizer", "benchmarks.serving.peers.AutoTokenizer"):
         monkeypatch.setattr(f"{module}.from_pretrained", lambda _: Tokenizer())
