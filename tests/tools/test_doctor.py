@@ -198,7 +198,7 @@ def test_options_that_a_start_refuses(capsys, options, said):
 
 
 def test_a_package_that_the_code_of_a_model_lacks(capsys, tmp_path, monkeypatch):
-    """vLLM tries in a process of its own, here in this one, prints a traceback, and keeps successes."""
+    """vLLM tries in a process of its own, here in this one, prints a traceback, keeps successes."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setitem(sys.modules, "torchvision", None)
