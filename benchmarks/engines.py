@@ -88,11 +88,13 @@ class Answers:
     tokens: per request.
     counted: how many of them came behind the step in which the last request got its first.
     seconds: the time of these.
+    steps: how many steps they took.
     """
 
     tokens: list[list[int]]
     counted: int
     seconds: float
+    steps: int
 
 
 class EngineProcess:
@@ -298,19 +300,22 @@ class Engine:
         temperature: float,
     ) -> Answers:
         engine, tokens = self._llm.llm_engine, dict[str, list[int]]()
-        begin = counted = 0.0
+        begin, counted, steps = 0.0, 0, 0
         now = self._hand_in(
             prompts, temperature=temperature, seed=1, max_tokens=max_tokens, extra_args=extra_args
         )
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs = engine.step()
+            steps += bool(outputs and begin)
+            for output in outputs:
                 new = output.outputs[0].token_ids
                 tokens.setdefault(output.request_id, []).extend(new)
                 counted += len(new) if begin else 0
             now = time.perf_counter()
             if not begin and len(tokens) == len(prompts):
                 begin = now
-        return Answers([tokens[name] for name in sorted(tokens)], int(counted), now - begin)
+        answers = [tokens[name] for name in sorted(tokens)]
+        return Answers(answers, counted, now - begin, steps)
 
     def _hand_in(self, prompts: list[list[int]], **params: Any) -> float:
         """Hand prompts in at once: none gets a step of its own before the others arrive.

@@ -5,6 +5,7 @@ OpenMP threads are bound to the same cores crawl.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(items):
     """Modules in that order; the others follow as they come."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def code_of_models():
+    """VLLM looks at a model's code in a process of its own, in ten seconds; here in this one."""
+    if "vllm" not in sys.modules:
+        return
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda run: run()
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,8 @@ class Case:
         heads, size = shape.kv_heads, shape.head_size
         self.shape, self.dtype, self.scale, self.chunk = shape, dtype, size**-0.5, chunk
         self.isa = _get_attn_isa(dtype, BLOCK, size)
+        if self.isa == "amx":
+            torch.cpu._init_amx()
         self.query = torch.randn(chunk, heads * shape.group, size).to(dtype)
         self.output, self.expected = torch.empty_like(self.query), torch.empty_like(self.query)
         layer = context * heads * 2 * size * dtype.itemsize
@@ -61,9 +63,11 @@ class Case:
         table = torch.randperm(context // PAGE, dtype=torch.int32)
         self.caches, self.blocks = [], []
         for _ in range(layers):
-            pages = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
+            rows = torch.randn(context // PAGE, heads, PAGE, 2 * size).to(dtype)
+            pages = torch.empty_like(rows)
             blocks = torch.empty(context // BLOCK, heads, BLOCK, 2 * size, dtype=dtype)
-            cpu.stage_pages(pages, table, blocks, self.isa)
+            cpu.stage_pages(rows, table.sort().values, pages, self.isa, token_major=True)
+            cpu.stage_pages(rows, table, blocks, self.isa, token_major=True)
             self.caches.append(pages)
             self.blocks.append(blocks)
         if chunk == 1:

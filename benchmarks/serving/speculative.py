@@ -9,11 +9,11 @@ there), `code` (a module of Python's own library, asked for with another name of
 whose beginning is there) and `novel` (the novel goes on, sampled at temperature 1 with a seed,
 since greedy answers of small models repeat themselves). All of a context comes before.
 
-One engine serves all ways: a request says whether it is drafted for, and how. So all of them find
-the same documents in the prefix cache, and no prompt is read twice. A second engine with vLLM's own
-`ngram` may be beside it (`--ngram`); while one is measured, the other is frozen. Reported are the
-medians over repeats, in which the ways alternate, of tokens per second behind the first token of
-the last request, and of their ratios in the same repeat. Of greedy answers is counted how many are
+One engine drafts, and one does not. A third one with vLLM's own `ngram` may be beside them
+(`--ngram`); while one is measured, the others are frozen. An engine serves several ways, as its
+requests ask for, which find the same documents in its prefix cache. Reported are the medians over
+repeats, in which the ways alternate, of tokens per second behind the first token of the last
+request, and of their ratios in the same repeat. Of greedy answers is counted how many are
 full attention's, token by token, and how many tokens agree before the first other one.
 """
 
@@ -46,13 +46,12 @@ BEGINNING = 48
 ASK = "\n\nThe same passage once more, word by word:\n\n"
 ASK_CODE = "\n\n\n# The same module once more, with {new} in place of {old}:\n\n"
 
-WAYS: dict[str, dict[str, Any]] = {
-    tables.ALONE: {"drafts": 0},
-    tables.DRAFTS: {},
-    tables.FULL: {"exact": True, "drafts": 0},
-    tables.LOSSLESS: {"lossless": True},
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    tables.ALONE: {tables.ALONE: {}, tables.FULL: {"exact": True}},
+    tables.DRAFTS: {tables.DRAFTS: {}, tables.LOSSLESS: {"lossless": True}},
+    tables.NGRAM: {tables.NGRAM: {}},
 }
-"""The options of a request of each way, on a server that drafts."""
+"""The ways by engine, and the options of a request of each."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,7 @@ def measure(
     cell["ways"] = {
         name: {
             "tokens_per_second": [round(a.counted / a.seconds, 3) for a in of_way],
+            "tokens_per_step": round(of_way[0].counted / of_way[0].steps / len(prompts), 3),
             "like_full": [
                 [agreeing(own, other) for own, other in zip(a.tokens, full, strict=True)]
                 for a in of_way[:1]
@@ -163,7 +163,7 @@ def measure(
 
 
 def specs(args: argparse.Namespace) -> Iterator[EngineSpec]:
-    """The engines: ours, and vLLM's drafter on ours if it is asked for."""
+    """The engines: without and with drafts, and with vLLM's drafter if it is asked for."""
     config = AutoConfig.from_pretrained(args.model)
     longest, batch = max(args.contexts) + args.tokens + BLOCK, max(args.batches)
     tokens = 3 * batch * (sum(args.contexts) + 4 * BLOCK)
@@ -179,10 +179,10 @@ def specs(args: argparse.Namespace) -> Iterator[EngineSpec]:
     if args.home == "disk":
         options["home_bytes"] = tokens * kv_bytes_per_token(config)
         options["home_path"] = args.home_path
-    drafts = {"drafts": args.drafts}
-    yield EngineSpec(
-        "drafts", common | {"additional_config": {"kv_retrieval": options | drafts}}, LONG_STEPS
-    )
+    drafting = options | {"drafts": args.drafts}
+    for name, given in {tables.ALONE: options, tables.DRAFTS: drafting}.items():
+        own = {"additional_config": {"kv_retrieval": given}}
+        yield EngineSpec(name, common | own, LONG_STEPS)
     if args.ngram:
         ngram = {
             "method": "ngram",
@@ -235,10 +235,7 @@ def run(args: argparse.Namespace) -> int:
             log = args.output.with_name(f"{args.output.stem}-{spec.name.replace(' ', '-')}.log")
             engine = stack.enter_context(EngineProcess(spec, log, status.tick))
             engine.pause()
-            if spec.name == tables.NGRAM:
-                lanes.append(Lane(spec.name, engine, {}))
-            else:
-                lanes += [Lane(name, engine, options) for name, options in WAYS.items()]
+            lanes += [Lane(name, engine, options) for name, options in WAYS[spec.name].items()]
         for lane in lanes:
             status.set(f"warm-up, {lane.name}")
             lane.answer(prompts.of("copy", 2, 1024), 24, 0.0)

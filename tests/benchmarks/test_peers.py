@@ -153,9 +153,8 @@ def test_what_stands_is_not_measured_again(kinds, tmp_path):
 
 def test_a_prompt_that_takes_too_long_is_widened_or_left_out(kinds, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    words = ("--figures", "first", "steps", "--first", "256", "512", "1024")
-    words += ("--longest", "1", "--reading", "1")
-    cells = measured(tmp_path, *words)
+    words = ["--figures", "first", "steps", "--first", "256", "512", "1024"]
+    cells = measured(tmp_path, *words, "--longest", "1", "--reading", "1")
     for lane in ("wide", "limited"):
         assert cells[lane, "first", 512]["value"] == 0.512
     assert cells["wide", "first", 1024]["reason"] == "> 1 s"

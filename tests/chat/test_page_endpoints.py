@@ -96,7 +96,7 @@ def test_only_if_asked_for(client_of):
 
 
 def test_options(client_of):
-    told = client_of(max_budget=1024).get(f"{ROOT}/options").json()
+    told = client_of(max_budget=1024, page_size=16).get(f"{ROOT}/options").json()
     sizes = {"budget": 512, "most": 1024, "page_size": 16}
     assert told == {**sizes, "may": ["budget", "sources"], "exact": True, "stored": False}
     told = client_of(client_options=["budget"]).get(f"{ROOT}/options").json()

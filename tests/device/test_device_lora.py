@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 UNPADDED = GRAPHS | {"cudagraph_capture_sizes": [1, 2, 3, 4]}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 WHOLE = {
-    "within the budget": Request(prompt(70, 17), 8, {}),
+    "within the budget": Request(prompt(70, 17), 6, {}),
     "exact": Request(prompt(150, 18), 6, {"exact": True}),
 }
 SPARSE = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.model_configs import GEMMA, LLAMA, QWEN_3_5
+from tests.support.model_configs import GEMMA, LFM, LLAMA
 from vllm_kvretrieval.drafting import pace
 from vllm_kvretrieval.drafting.lookup import LONGEST, find
 from vllm_kvretrieval.drafting.pace import MODEL, PROBE, Pace, row_cost
@@ -288,7 +288,7 @@ BESIDE_A_DRAFT_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "small pages": ({"page_size": 16}, {}, "page_size=16, since vLLM's attention reads multiples"),
     "adapters": ({}, {"enable_lora": True}, "LoRA adapters, .*; leave --enable-lora out"),
     "windows": ({}, {"model": GEMMA}, "the sliding windows of .*; leave it out"),
-    "states": ({}, {"model": QWEN_3_5}, "the states of .* would keep what these have changed"),
+    "states": ({}, {"model": LFM}, "the states of .* would keep what these have changed"),
     "stages": (
         {},
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},

@@ -58,17 +58,17 @@ def full(llm, prompts) -> list[Answer]:
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "alone"])
 def drafting(request, llm) -> Iterator[Callable[[], list[int]]]:
     """Returns how many rows the model has drafted for, and how many tokens; ``alone``: lookups find
-    nothing, and weights cost nothing, which are most of what a small model reads."""
+    nothing, and contexts cost all of a step, which are a small part of that of a small model."""
 
     alone = request.param
 
     def begin(worker: Any) -> None:
         names, model, counts = vars(drafter), worker.drafter._model, [0, 0]
-        worker.before, worker.counts = (names["find"], model._weights), counts
+        worker.before, worker.counts = (names["find"], model._always), counts
         draft = model.draft
         if alone:
             names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
-            model._weights = 0
+            model._always = 0
 
         def counting(rows: Sequence[Any]) -> Any:
             counts[0] += len(rows)
@@ -78,7 +78,7 @@ def drafting(request, llm) -> Iterator[Callable[[], list[int]]]:
         model.draft = counting
 
     def end(worker: Any) -> None:
-        vars(drafter)["find"], worker.drafter._model._weights = worker.before
+        vars(drafter)["find"], worker.drafter._model._always = worker.before
         del worker.drafter._model.draft
 
     llm.collective_rpc(begin)

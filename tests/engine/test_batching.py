@@ -294,10 +294,29 @@ def test_several_completions_of_one_prompt(llm):
     expected = alone(llm, Request(prompt["prompt_token_ids"], 10, {}))
     for completion in output.outputs:
         assert list(completion.token_ids) == expected.tokens
-    # No seed: with one, and a prompt in chunks, vLLM 0.32 itself fails on a CPU.
     sampled = SamplingParams(temperature=1, n=3, max_tokens=10)
     (output,) = llm.generate([prompt], sampled, use_tqdm=False)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+
+
+def test_a_seed_repeats_an_answer(llm):
+    """In however many steps the prompt is read, and whatever is read beside it.
+
+    Of vLLM 0.32 alone a seed and a prompt in chunks end the engine on a CPU.
+    """
+    prompts = [TokensPrompt(prompt_token_ids=novel(llm, length, 5)) for length in (600, 1000)]
+
+    def sampled(prompts, seed=7, chunks=True):
+        params = SamplingParams(
+            temperature=1, seed=seed, max_tokens=10, skip_reading_prefix_cache=chunks
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    together = sampled(prompts)
+    assert [sampled([each])[0] for each in prompts] == together
+    assert sampled(prompts, chunks=False) == together, "found in the prefix cache"
+    assert sampled(prompts, seed=8)[0] != together[0]
 
 
 def test_log_probs(llm):

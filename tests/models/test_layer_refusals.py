@@ -49,9 +49,8 @@ def test_small_pages_that_sliding_windows_would_have_too(configure):  # noqa: F8
         ask(LLAMA | windows, 16, kv_transfer_config=connector)
 
 
-def test_pictures_that_attend_to_themselves(configure, monkeypatch):  # noqa: F811
+def test_pictures_that_attend_to_themselves(configure):  # noqa: F811
     """Refused before the start; served without pictures, as the message says."""
-    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
     message = "does not support bidirectional multimodal prefixes.* with --language-model-only"
     with pytest.raises(ValueError, match=message):
         configure(PALIGEMMA)

@@ -19,7 +19,7 @@ def machine(monkeypatch):
 
     def pretend(isa, layout="vec"):
         monkeypatch.setattr(cpu, "isa", lambda: isa)
-        monkeypatch.setattr(refusals, "_get_attn_isa", lambda *_: layout)
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: layout)
 
     return pretend
 

@@ -8,11 +8,11 @@ import json
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends import cpu_attn
 
 from tests.support.engine import model_of, random_llama
 from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.platforms import finer
 from vllm_kvretrieval.retrieval.presets import presets
 
 FINER = presets()["kvretrieval"].finer or {}
@@ -28,12 +28,10 @@ def served(model, monkeypatch):
     monkeypatch.setattr(refusals, "RATIOS", dict.fromkeys(isas, by_element))
 
     def served(options, method="kvretrieval", dtype="bfloat16", layout=None, **engine):
-        for module in (refusals, finer):
+        def isa(dtype, size, head_size=None):
+            return layout or ("vec" if size % 32 == 0 else "vec16")
 
-            def isa(dtype, size, head_size=None):
-                return layout or ("vec" if size % 32 == 0 else "vec16")
-
-            monkeypatch.setattr(module, "_get_attn_isa", isa)
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", isa)
         made = EngineArgs(
             model=model, dtype=dtype, attention_backend=method, skip_tokenizer_init=True,
             additional_config={"kv_retrieval": options}, **engine,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.support.engine import checkpoint
@@ -42,7 +43,7 @@ def configure(tmp_path):
 def test_small_pages_where_vllm_cannot_attend_to_them(configure, monkeypatch):
     options = {"additional_config": {"kv_retrieval": {"page_size": 16}}}
     configure(LLAMA, **options)
-    monkeypatch.setattr(refusals, "_get_attn_isa", lambda *_: "neon")
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "neon")
     configure(LLAMA)
     with pytest.raises(ValueError, match="page_size=16 is not supported on this CPU"):
         configure(LLAMA, **options)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.support.store_model import FailingDisk, contents
@@ -22,7 +23,6 @@ from vllm_kvretrieval.storage.lost import Lost
 from vllm_kvretrieval.store.disk.contexts import NO_PARENT
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import Geometry, name_of, open_store
-from vllm_kvretrieval.store.serving import identity
 from vllm_kvretrieval.store.serving import worker as store_worker
 from vllm_kvretrieval.store.serving.halves import FIELD, StoreStep
 from vllm_kvretrieval.store.serving.identity import identity_of, weights_hash
@@ -130,6 +130,7 @@ def storing(home):
     """The part of a worker that its store follows."""
     worker: Any = object.__new__(RetrievalCPUWorker)
     worker.stored = home
+    worker.model_runner = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True))
     return worker
 
 
@@ -387,7 +388,7 @@ def test_what_makes_another_store(name, monkeypatch):
         name(retrieval={"index": "min_max"}),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "_get_attn_isa", lambda *_: "amx")
+        patch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "another")
         others.append(name(dtype="bfloat16"))
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     others.append(name())

@@ -39,6 +39,14 @@ QWEN = {
     "vocab_size": 151936,
 }
 """That of Qwen2.5-Coder-0.5B-Instruct."""
+LFM = LLAMA | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
+"""LFM2, of convolutions and full attention."""
 QWEN_3_5 = LLAMA | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",

@@ -198,11 +198,10 @@ def test_options_that_a_start_refuses(capsys, options, said):
 
 
 def test_a_package_that_the_code_of_a_model_lacks(capsys, tmp_path, monkeypatch):
-    """vLLM tries in a process of its own, here in this one, prints a traceback, keeps successes."""
+    """VLLM prints a traceback, and keeps what it has found of models that it could look at."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
     options = ("--attention-backend", "kvretrieval", "--skip-tokenizer-init")
     assert main(["doctor", "--json", "--serve", str(tmp_path), *options]) == 1
     printed = capsys.readouterr()

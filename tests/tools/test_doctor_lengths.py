@@ -42,7 +42,6 @@ SMOLLM2 = of("Llama", "llama", PLAIN | {"rope_theta": 1e5}, 8192)
 def ask(tmp_path, capsys, monkeypatch):
     """What doctor says of a model and a length, by names of findings."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda run: run())
     monkeypatch.setattr("vllm_kvretrieval.doctor.command._examine_cpu", lambda *_, **__: iter(()))
     monkeypatch.setattr("vllm_kvretrieval.doctor.home.check_home", lambda *_: iter(()))
 

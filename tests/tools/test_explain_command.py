@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends import cpu_attn
 
 from benchmarks.texts import excerpt
 from tests.support.engine import checkpoint
@@ -25,7 +26,6 @@ from tests.tools.test_explain import (  # noqa: F401
 from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.platforms import finer
 
 
 def test_the_command(model, capsys, tmp_path, monkeypatch):  # noqa: F811
@@ -63,8 +63,7 @@ def engine_pages(model, monkeypatch):  # noqa: F811
         def isa(dtype, size, head_size=None):
             return layout if size % 32 == 0 else "vec16"
 
-        for module in (refusals, finer):
-            monkeypatch.setattr(module, "_get_attn_isa", isa)
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", isa)
         engine = EngineArgs(
             model=str(model.folder), attention_backend="kvretrieval", skip_tokenizer_init=True
         ).create_engine_config()

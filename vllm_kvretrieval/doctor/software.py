@@ -152,8 +152,6 @@ def check_kernels(vllm_config: Any = None) -> Iterator[Finding]:
     Args:
         vllm_config: vLLM's configuration; None: that of a server without options.
     """
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     try:
         from vllm_kvretrieval.kernels import cpu
     except ImportError as e:
@@ -162,9 +160,11 @@ def check_kernels(vllm_config: Any = None) -> Iterator[Finding]:
     yield Finding("kernels", f"{cpu.isa()}, of {', '.join(cpu.isas())} that are compiled in")
     from vllm_kvretrieval.engine.cpu.refusals import check_keys
     from vllm_kvretrieval.errors import RetrievalConfigError
+    from vllm_kvretrieval.options.engine import RetrievalConfig
+    from vllm_kvretrieval.storage.layouts import layout_of
 
     dtype, head_size, config = _served(vllm_config)
-    layout = _get_attn_isa(dtype, config.page_size if config else 32, head_size)
+    layout = layout_of(config or RetrievalConfig(), dtype, head_size)
     text = f"vLLM lays out keys for {layout}, which the kernels"
     if layout in cpu.LAYOUTS:
         yield Finding("layout", f"{text} read")

@@ -140,7 +140,7 @@ class Drafter:
         """
         batch = self._batch()
         lengths = [int(num_tokens_no_spec[n]) for n, new in enumerate(sampled_token_ids) if new]
-        cost, drafts = row_cost(len(lengths)), [list[int]() for _ in sampled_token_ids]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = list[Row]()
         for place, sampled in enumerate(sampled_token_ids):
             if not sampled:
@@ -152,16 +152,18 @@ class Drafter:
             most = min(options.drafts, self._longest - length - 1)
             if most <= 0:
                 continue
+            step, budget = 1.0, options.budget.total * self._config.page_size
+            if options.lossless and self._model is not None:
+                step = self._model.cost(lengths, budget)
+            cost = row_cost(len(lengths)) * step
             context = token_ids_cpu[place, :length]
             match = find(context)
             kind = pace.kind(match.length)
             plan = pace.plan(kind, min(most, length - match.end), cost)
             if options.lossless and self._model is not None:
                 room = min(most, self._model.room(place) - length + 1)
-                budget = options.budget.total * self._config.page_size
-                own_cost = self._model.cost(lengths, budget)
-                own = pace.plan(MODEL, room, own_cost)
-                if own.tokens == 0 < room and own_cost < DEAR and pace.probe(MODEL):
+                own = pace.plan(MODEL, room, step + cost)
+                if own.tokens == 0 < room and step < DEAR and pace.probe(MODEL):
                     own = Plan(1, plan.rate + 1)
                 if own.rate > plan.rate:
                     rows.append(Row(request, place, length, int(context[-1]), own.tokens))

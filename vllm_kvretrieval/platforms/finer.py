@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
 from vllm_kvretrieval.attention.cpu.refusals import choose_attention
 from vllm_kvretrieval.attention.cpu.speculation import has_draft_model
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
@@ -13,6 +11,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.retrieval.presets import presets
+from vllm_kvretrieval.storage.layouts import layout_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -83,6 +82,6 @@ def finer_for_model(
     indexed = [m for m in config.methods.values() if m.index is not None and m is not config.own]
     if indexed or model.is_hybrid or getattr(model.hf_text_config, SOFT_CAPPING, None):
         return {}
-    plain = _get_attn_isa(model.dtype, preset.page_size, model.get_head_size()) == "vec"  # no AMX
-    own = choose_attention(config, model.dtype, model.get_head_size()).own
-    return finer if plain and own else {}
+    shape = model.dtype, model.get_head_size()
+    plain = layout_of(config, *shape, preset.page_size) == "vec"  # no AMX
+    return finer if plain and choose_attention(config, *shape).own else {}

@@ -60,6 +60,12 @@ WORKAROUNDS = (
         "The kernel gives states in the middle of a chunk, or the scheduler ends chunks at blocks.",
     ),
     Workaround(
+        "upstream.seeds.prompts_without_seeds",
+        "On CPUs the engine ends at a request with a seed whose prompt takes several steps: the V1 "
+        "runner takes back what it has drawn for the tokens that it drops.",
+        "Nothing is drawn for these tokens, or a generator without offsets is set back.",
+    ),
+    Workaround(
         "upstream.verifying.verify_as_asked",
         "On CPUs the rejection sampler verifies drafts of requests that sample by temperatures, "
         "top_k and top_p that nobody has written: the function that repeats them for each draft "

@@ -325,14 +325,18 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         sources: "LayerSources",
     ) -> None:
         """Note what rows attend to that have attended to whole contexts, by attending once more."""
-        asked = query[observed.index]
-        longest = int(observed.seq_lens.max())
-        weights = torch.empty(*asked.shape[:2], longest, dtype=torch.float32)
         units = kv_cache.view(-1, kv_cache.shape[2], 2 * self.head_size)
-        part, nowhere = Part(observed.lists, units), torch.empty_like(asked)
-        layout = self._layout(layer)
-        self._attend(asked, part, nowhere, layout, self.learned_sinks, None, weights)
+        part, layout = Part(observed.lists, units), self._layout(layer)
+        weights = self._weights(query[observed.index], part, layout)
         sources.note(observed, observed.lists, weights)
+
+    def _weights(self, query: torch.Tensor, part: Part, layout: str) -> torch.Tensor:
+        """float32 [T, num_heads, longest list]; what queries attend to, by attending once more."""
+        longest = int(part.lists.lengths.max())
+        weights = torch.empty(*query.shape[:2], longest, dtype=torch.float32)
+        nowhere = torch.empty_like(query)
+        self._attend(query, part, nowhere, layout, self.learned_sinks, None, weights)
+        return weights
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod
@@ -348,15 +352,18 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         parts = (method.source or self.storage).reach(plan.rows, plan.lists)
         self.durations.note(began, planned)
         self.storage.ahead(plan.rows, method.chooser)
+        layout = method.chooser.store.layout
+        asked = self.sources is not None and self.sources.asked(plan.rows.seats)
         if plan.schedule is not None:
             self._attend_by_vllm(query, parts[0], plan.schedule, attended)
+            if self.sources is not None and asked and layout in cpu.LAYOUTS:
+                weights = self._weights(query, parts[0], layout)
+                self.sources.note(plan.rows, plan.lists, weights)
         else:
             weights = own = method.weights(query)
-            asked = self.sources is not None and self.sources.asked(plan.rows.seats)
             if asked and own is None and len(parts) == 1:
                 longest = int(plan.lists.lengths.max())
                 weights = torch.empty(*query.shape[:2], longest, dtype=torch.float32)
-            layout = method.chooser.store.layout
             self._attend_to_reached(query, parts, attended, layout, weights, remainder)
             if self.sources is not None and asked and weights is not None:
                 self.sources.note(plan.rows, plan.lists, weights)

@@ -46,6 +46,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self.storage: Storage = Memory()
         self.own = False
 
+    def lay_out(self, layout: str) -> None:
+        """Have the keys of the group's layers laid out for this variant of vLLM's kernel."""
+        self.isa = layout
+        self._set_isa_to_layers(self.layer_names)
+
     def attach(
         self,
         requests: "RequestTable",

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.cpu.nixl import check_exchange
@@ -16,6 +15,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.quantization.refusals import check_weights
 from vllm_kvretrieval.retrieval.index.check import check_outside
 from vllm_kvretrieval.retrieval.layers import has_windows
+from vllm_kvretrieval.storage.layouts import layout_of
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
@@ -64,7 +64,7 @@ def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int
     """
     if config.attention is not None:
         return Choice(config.attention == "own", f"attention={config.attention}")
-    layout = _get_attn_isa(dtype, config.page_size, head_size)
+    layout = layout_of(config, dtype, head_size)
     kernels, name = cpu.isa(), str(dtype).removeprefix("torch.")
     ratio = RATIOS.get(kernels, {}).get(name)
     if layout not in ATTENDED or ratio is None:
@@ -75,7 +75,7 @@ def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int
 
 def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> None:
     """Refuse what our own kernels have to do where they cannot read the KV cache, or do not."""
-    layout = _get_attn_isa(dtype, config.page_size, head_size)
+    layout = layout_of(config, dtype, head_size)
     if config.attention == "own" and layout not in cpu.LAYOUTS:
         raise RetrievalConfigError(
             f"kv_retrieval.attention=own cannot read keys as vLLM lays them out here ({layout}); "
@@ -103,7 +103,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
     head_size = model.get_head_size()
-    if config.page_size % 32 and _get_attn_isa(model.dtype, config.page_size, head_size) != "vec16":
+    if config.page_size % 32 and layout_of(config, model.dtype, head_size) != "vec16":
         raise RetrievalConfigError(
             f"kv_retrieval.page_size={config.page_size} is not supported on this CPU, where vLLM's "
             "attention takes multiples of 32; use 32."
@@ -118,7 +118,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_shape(model.dtype, head_size, method)
     check_attention(config, model.dtype, head_size)
     check_outside(config.index_kinds, head_size, model.dtype)
-    layout = _get_attn_isa(model.dtype, config.page_size, head_size)
+    layout = layout_of(config, model.dtype, head_size)
     check_speculation(vllm_config, config, layout)
 
 

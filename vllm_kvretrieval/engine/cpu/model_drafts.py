@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SLOW_HOME = 4
 """How many times longer than from memory a byte takes from a slow home, at least."""
 
+LAYER = 8 << 20
+"""Bytes of memory that are read in the time that a layer takes beside its reads, about."""
+
 
 class CpuModelDrafts:
     """See :class:`vllm_kvretrieval.engine.drafter.ModelDrafts`; greedy drafts.
@@ -41,7 +44,8 @@ class CpuModelDrafts:
         model, parallel = runner.model_config, runner.vllm_config.parallel_config
         layers, size = model.get_num_layers(parallel), model.dtype.itemsize
         width = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
-        self._token, self._weights = layers * width * size, _weights(model) * size
+        self._token = layers * width * size
+        self._always = _weights(model) * size + layers * LAYER
         self._slower = SLOW_HOME if storage.slow_layers else 1
 
     def room(self, place: int) -> int:
@@ -50,10 +54,11 @@ class CpuModelDrafts:
         return min(int(t.num_blocks_per_row[place]) * int(t.block_size) for t in tables)
 
     def cost(self, lengths: Sequence[int], budget: int) -> float:
-        """See ``ModelDrafts``; by the bytes that a step reads, of weights and of contexts."""
+        """See ``ModelDrafts``; by the bytes that a step reads, of weights and of contexts, and by
+        the time that layers take beside that."""
         read = sum(min(length, budget) for length in lengths) * self._token
         far = sum(lengths) * self._token * self._slower
-        return min(1.0, (self._weights + read) / (self._weights + far))
+        return min(1.0, (self._always + read) / (self._always + far))
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:

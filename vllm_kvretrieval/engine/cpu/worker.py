@@ -44,6 +44,7 @@ from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
 from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.layouts import chosen
 from vllm_kvretrieval.storage.memory import Memory
 from vllm_kvretrieval.storage.registry import make_storage
 from vllm_kvretrieval.store.serving.halves import FIELD as STORE_FIELD
@@ -53,6 +54,7 @@ from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.system_limits import SCARCE, explained
 from vllm_kvretrieval.upstream.compiled import load_compiled
 from vllm_kvretrieval.upstream.mending import mend_model
+from vllm_kvretrieval.upstream.seeds import prompts_without_seeds
 from vllm_kvretrieval.upstream.verifying import verify_as_asked
 
 logger = init_logger("vllm.kvretrieval.worker")
@@ -249,6 +251,8 @@ class RetrievalCPUWorker(CPUWorker):
             plain = type(group.kv_cache_spec) is FullAttentionSpec
             if type(builder) is not RetrievalMetadataBuilder or not plain:
                 continue
+            if (layout := chosen(self.retrieval_config, builder.isa)) != builder.isa:
+                builder.lay_out(layout)
             shape = (builder.num_kv_heads, builder.head_dim, builder.dtype)
             if shape not in stagings:
                 stagings[shape] = self._staging(builder)
@@ -430,7 +434,8 @@ class RetrievalCPUWorker(CPUWorker):
 
         By then vLLM has asked what the step has lost, so the store may take what it completed.
         """
-        output = super().sample_tokens(grammar_output)
+        with prompts_without_seeds(self.model_runner):
+            output = super().sample_tokens(grammar_output)
         self._end_stored()
         if not self._connected and has_requests(output):
             return attach(output, self._over_tensor_parallel(self._take_stats()))

@@ -11,12 +11,12 @@ import torch
 import vllm
 from vllm.model_executor.model_loader import base_loader
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from vllm_kvretrieval.compat import configured_block_size
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.storage.layouts import layout_of
 
 LAYOUT = 1
 """To be raised when the same bytes in a store come to mean something else."""
@@ -58,7 +58,7 @@ def identity_of(
         "quantization": str(model.quantization),
         "max_model_len": length,
         "kernels": cpu.isa(),
-        "keys": _get_attn_isa(model.dtype, config.page_size, model.get_head_size()),
+        "keys": layout_of(config, model.dtype, model.get_head_size()),
         "block_size": configured_block_size(vllm_config),
         "page_size": config.page_size,
         "rows": config.token_major,  # by the name that stores have
