@@ -72,14 +72,15 @@ def dense_layers(config: RetrievalConfig, model: Path, layers: Sequence[int]) ->
 
 def yarn_overrides(config: Any, longest: int) -> dict[str, Any]:
     """Overrides of a model's config that stretch it to `longest` tokens, if it needs any."""
-    limit = config.max_position_embeddings
-    if longest <= limit:
+    own = config.rope_parameters
+    limit = own.get("original_max_position_embeddings", config.max_position_embeddings)
+    if longest <= config.max_position_embeddings:
         return {}
     factor = math.ceil(longest / limit)
     rope = {
         "rope_type": "yarn",
         "factor": float(factor),
         "original_max_position_embeddings": limit,
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": own["rope_theta"],
     }
     return {"max_position_embeddings": limit * factor, "rope_parameters": rope}

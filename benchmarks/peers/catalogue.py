@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.engines import AVX2, LONG_STEPS
-from benchmarks.models import kv_bytes_per_token
+from benchmarks.models import kv_bytes_per_token, yarn_overrides
 from benchmarks.peers import environment
 from vllm_kvretrieval.upstream.defaults import all_cores
 
@@ -95,6 +95,7 @@ def _vllm(stock: bool, quantization: str | None = None) -> Callable[[Sizes, bool
         config = AutoConfig.from_pretrained(sizes.checkpoint)
         llm: dict[str, Any] = {
             "model": str(sizes.checkpoint),
+            "hf_overrides": yarn_overrides(config, sizes.room),
             "max_model_len": sizes.room,
             "max_num_seqs": 1,
             "kv_cache_memory_bytes": (sizes.room + SLACK) * kv_bytes_per_token(config),
@@ -124,6 +125,7 @@ def stored(sizes: Sizes, store: Path) -> Starting:
     config = AutoConfig.from_pretrained(sizes.checkpoint)
     llm = {
         "model": str(sizes.checkpoint),
+        "hf_overrides": yarn_overrides(config, sizes.room),
         "max_model_len": sizes.room,
         "max_num_seqs": 1,
         "kv_cache_memory_bytes": (sizes.room + SLACK) * kv_bytes_per_token(config) + (256 << 20),

@@ -94,7 +94,7 @@ class Peer:
         finally:
             self.pause()
 
-    def call(self, method: str, **arguments: Any) -> Any:
+    def call(self, method: str, /, **arguments: Any) -> Any:
         """Call a method of the driver's class."""
         assert self._process.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):  # a dead driver is reported below

@@ -90,7 +90,7 @@ def kinds(monkeypatch, tmp_path):
 
     started: list[tuple[int, bool]] = []
     made = {
-        "wide": Kind(make(), {"wide": None}, widens=True, saves=True),
+        "wide": Kind(make(), {"wide": None, "other": "m"}, widens=True, saves=True),
         "limited": Kind(make(), {"limited": None}, longest=700, limit="no more"),
         "failing": Kind(make(fails_from=600), {"failing": None}),
     }
@@ -124,6 +124,7 @@ def test_every_cell_has_a_value_or_a_reason(kinds, tmp_path):
         assert 0 < cells[lane, "start_warm", None]["value"] < 10
         assert cells[lane, "memory", 512]["value"] > 1 << 20
         assert cells[lane, "passkey", 1536]["of"] == 2
+    assert cells["other", "steps", 512]["value"] == pytest.approx(4.0, rel=0.3)
     assert cells["limited", "steps", 1024]["reason"] == "no more"
     assert cells["limited", "restart", 256]["reason"] == "no such option"
     assert cells["wide", "steps", 1024]["value"] == pytest.approx(2.0, rel=0.3)

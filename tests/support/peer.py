@@ -21,11 +21,11 @@ class Counting:
         self._context, self._fails_from, self._saved = context, fails_from, Path(saved)
         print("loaded", file=sys.stderr)
 
-    def generate(self, tokens: list[int], count: int) -> dict[str, Any]:
+    def generate(self, tokens: list[int], count: int, method: str = "") -> dict[str, Any]:
         if len(tokens) >= self._fails_from:
             raise RuntimeError("so long a prompt is too much")
         assert len(tokens) + count <= self._context
-        steps = [STEP_S] * (count - 1)
+        steps = [STEP_S * (1 + len(method))] * (count - 1)
         found = [(tokens[-1] + n) % 1000 for n in range(1, count + 1)]
         return {"first_token_s": len(tokens) / 1000, "steps_s": steps, "tokens": found}
 
