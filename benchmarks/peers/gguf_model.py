@@ -91,7 +91,8 @@ def convert(checkpoint: Path, output: Path, kind: str) -> None:
     writer.add_name(checkpoint.name)
     writer.add_file_type(of_file)
     writer.add_block_count(layers)
-    writer.add_context_length(config["max_position_embeddings"])
+    # llama.cpp takes no more, and there are tokens behind the longest document.
+    writer.add_context_length(2 * config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
