@@ -68,8 +68,7 @@ def served(method: str, home: str, budget: int = 2048) -> RetrievalConfig | None
         config = RetrievalConfig(method=method, home=home, budget=budget)
         refusals.check_options(config)
         refusals.check_home(config, sleeps=False)
-        for each in config.methods.values():
-            refusals.check_method(each)
+        refusals.check_methods(config)
     except RetrievalConfigError:
         return None
     return config

@@ -16,7 +16,9 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
+from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.triton.tokens import pool_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -25,6 +27,7 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -37,7 +40,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPACITIES = (128, 256, 1024)
 CONTEXTS = (1024, 4096, 65536)
 """Pages; 4096 are 128K tokens, and more are ranked in tiles."""
-INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
+INDEXES = (
+    MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact(), OneBit(),
+)  # fmt: skip
 PAGE = 32
 KV_HEADS, GROUP = 8, 4
 
@@ -68,6 +73,16 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
+        tokens = Step(OneBit(), head_size)
+        yield f"scores one_bit tokens {size}", tokens.score_tokens
+        tokens = Step(Exact(), head_size, entry=1)
+        yield f"scores exact tokens {size}", tokens.score
+    for shared in (False, True):
+        step = Step(Exact(), COMMON, entry=1) if shared else Step(OneBit(), COMMON)
+        name = "tokens of all heads" if shared else "tokens"
+        yield f"pool {name}", partial(step.pool_tokens, shared=shared)
+        yield f"rank {name}", step.filter_tokens if shared else step.plan_tokens
+    yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
         yield f"sparse_decode softcap d{head_size}", partial(_decode, head_size, softcap=50.0)
@@ -114,6 +129,7 @@ def _decode(
     dtype: torch.dtype = torch.bfloat16,
     kv_heads: int = KV_HEADS,
     *,
+    page: int = PAGE,
     sinks: bool = False,
     softcap: float = 0.0,
 ) -> None:
@@ -121,7 +137,7 @@ def _decode(
     rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
     kernels.sparse_decode(
         query,
-        _slots(head_size, dtype, kv_heads),
+        _slots(head_size, dtype, kv_heads).view(-1, page, 2 * head_size),
         torch.empty(kv_heads, 64, dtype=torch.int32),
         torch.empty(kv_heads, dtype=torch.int32),
         head_size**-0.5,
@@ -190,6 +206,7 @@ class Step:
         width: int = 64,
         pooling: Pooling = Pooling.MEAN_SOFTMAX,
         kv_heads: int = KV_HEADS,
+        entry: int = PAGE,
     ) -> None:
         cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
         shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
@@ -197,6 +214,7 @@ class Step:
             index,
             pages=1,
             page_size=PAGE,
+            entry_tokens=entry,
             cache=cache,
             layout="token_major",
             alignment=RECORD_ALIGNMENT,
@@ -246,7 +264,28 @@ class Step:
 
     def score(self) -> None:
         """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
+        given = self._query, _rows(), _requests(), 0, self._store, 1.0
+        score_entries(*given, self.plan(CONTEXTS[1]))
+
+    def score_tokens(self) -> None:
+        """The first launch of the three of `plan_tokens`."""
+        given = self._query, _rows(), _requests(), 0, self._store, 1.0
+        score_bits(*given, self.plan(CONTEXTS[1]), tokens=True)
+
+    def pool_tokens(self, *, shared: bool) -> None:
+        """The second launch of `plan_tokens`, or of `filter_tokens`."""
+        plan, pooling = self.plan(CONTEXTS[1]), int(self.chooser.pooling)
+        pool_tokens(_rows(), _requests(), 0, self._store, plan, pooling, shared=shared)
+
+    def plan_tokens(self) -> None:
+        """Its last launch."""
+        plan = self.plan(CONTEXTS[1])
+        kernels.plan_tokens(self._query, _rows(), _requests(), {0: self.chooser}, plan)
+
+    def filter_tokens(self) -> None:
+        """Its last launch."""
+        given = self._query, _rows(), _requests(), 0, (), self._store, 1.0
+        kernels.filter_tokens(*given, self.plan(CONTEXTS[1]))
 
     def select(self, pages: int, positions: bool = False) -> None:
         """The other one is compiled last."""

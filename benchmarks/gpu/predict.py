@@ -64,6 +64,9 @@ STOCK_WRITE = 2.0
 SCORE_SHARE = {LOW_RANK: 0.8, EXACT: 0.8}
 """Share of HBM by index, of others 0.9: a record of low_rank has several short fields, and keys
 come in short tiles. Guesses."""
+RANK, READS_OF_RANK, OF_UNIT = 10.0, 5, 100e9
+"""us of ranking tokens beside its reads, how often it reads the scores, and the bytes per second
+that a multiprocessor reads of the L2 cache. Guesses."""
 SELECT = 10.0, 15.0
 """us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
@@ -74,6 +77,7 @@ MERGED = 4
 FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
+    "_build_bits_kernel": 2.5,
     "_write_tail_kernel": 2.0,
     "_resolve_kernel": 12.0,
 }
@@ -129,6 +133,13 @@ class Sizes:
         return rows * self.shape.kv_heads * min(self.context, self.budget * self.config.page_size)
 
     @property
+    def tokens(self) -> int:
+        """Tokens that KV heads rank, where these select single tokens."""
+        if not self.selects or not self.config.own.per_token:
+            return 0
+        return self.batch * self.shape.kv_heads * self.context
+
+    @property
     def entries(self) -> int:
         """Entries that are scored, of all rows and KV heads."""
         own = self.config.own
@@ -162,6 +173,13 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return sizes.entries * (record_bytes(sizes) + 4 * group)
         case "_select_kernel" if values["NUMBER"] == 0:
             return sizes.entries * 4 * group
+        case "_score_bits_kernel":
+            scores = values["ENTRY"] if values["TOKENS"] else 1
+            return sizes.entries * (record_bytes(sizes) + 4 * group * scores)
+        case "_pool_kernel":
+            return sizes.entries * values["ENTRY"] * 4 * (group + 1)
+        case "_rank_kernel":
+            return READS_OF_RANK * 4 * sizes.tokens
         case "_sparse_decode_kernel":
             parts = 2 * math.prod(launch.grid) * group * 4 * (shape.head_size + 1)
             keys = sizes.listed * 2 * shape.head_size * DTYPE.itemsize
@@ -176,7 +194,7 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
 
 
 def _score(launch: Launch, sizes: Sizes) -> float:
-    share = SCORE_SHARE.get(launch.values["KIND"], 0.9)
+    share = SCORE_SHARE.get(launch.values.get("KIND"), 0.9)
     return SCORE + us(sizes.entries * record_bytes(sizes)) / share
 
 
@@ -191,6 +209,15 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     few, many = SELECT
     wave = few + many * pages / 4096 * (16 / warps) ** 0.5
     return wave * -(-math.prod(launch.grid) // at_once)
+
+
+def _pool(launch: Launch, sizes: Sizes) -> float:
+    return SCORE + us(must_move(launch, sizes)) / 0.9
+
+
+def _rank(launch: Launch, sizes: Sizes) -> float:
+    lists = math.prod(launch.grid)
+    return RANK + us(must_move(launch, sizes) / lists, OF_UNIT) * -(-lists // UNITS)
 
 
 def _attend(launch: Launch, sizes: Sizes) -> float:
@@ -221,6 +248,9 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
     ops: dict[str, Callable[[Launch, Sizes], float]] = {
         "_score_kernel": _score,
         "_select_kernel": _select,
+        "_score_bits_kernel": _score,
+        "_pool_kernel": _pool,
+        "_rank_kernel": _rank,
         "_sparse_decode_kernel": _attend,
     }
     return ops[launch.kernel](launch, sizes)
@@ -246,6 +276,7 @@ def layer_us(sizes: Sizes) -> tuple[float, float]:
 OPS = {
     ("_write_kernel", False): "write_kv",
     ("_build_kernel", False): "write_kv",
+    ("_build_bits_kernel", False): "write_kv",
     ("_write_tail_kernel", False): "write_tail",
     ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
@@ -353,9 +384,16 @@ def of_presets(
         found.setdefault(name, {})[home] = {
             "path": _listed(launches, sizes, side=False),
             "beside": _listed(launches, sizes, side=True),
-            "ms": round(model.step_us(config, 1, LONGEST) / 1e3, 2),
+            "ms": _step_ms(model, config),
         }
     return found
+
+
+def _step_ms(model: Model, config: RetrievalConfig) -> float | None:
+    """None: its layers are not alike, and which is what is measured of each model."""
+    if config.own.selects_for_others:
+        return None
+    return round(model.step_us(config, 1, LONGEST) / 1e3, 2)
 
 
 def _listed(launches: Sequence[Launch], sizes: Sizes, *, side: bool) -> dict[str, list[int]]:

@@ -60,7 +60,10 @@ def launches(results: Results, options: Options) -> str:
     for name, homes in store["presets"].items():
         device, host = homes.get("device"), homes.get("host")
         cells = [_count(device, "path"), _count(host, "path"), _count(host, "beside")]
-        times = ["" if home is None else f"{home['ms']:.1f}" for home in (device, host)]
+        times = [
+            "" if home is None or home["ms"] is None else f"{home['ms']:.1f}"
+            for home in (device, host)
+        ]
         rows.append([f"`{name}`", *cells, *times])
     header = ["preset", "`home=device`", "`home=host`, on the path", "beside the model"]
     return markdown([*header, "predicted step, ms: device", "host"], rows)

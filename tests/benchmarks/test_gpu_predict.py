@@ -56,7 +56,22 @@ def test_every_op_of_a_layer_is_predicted():
 def test_what_gpus_refuse_is_not_predicted():
     served = {(name, home) for name, home, _ in counted.presets()}
     assert ("freekv", "host") in served
-    assert not served & {("oracle", "host"), ("fier", "device"), ("ttkv", "host")}
+    assert ("fier", "device") in served
+    assert not served & {
+        ("oracle", "host"),
+        ("fier", "host"),
+        ("snapkv", "device"),
+        ("ttkv", "host"),
+    }
+
+
+def test_layers_that_follow_a_filter_select_nothing():
+    """They write, and attend: two launches beside those of the dense half."""
+    config = counted.served("omnikv", "device")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
+    assert ours == ["_write_kernel", "_sparse_decode_kernel"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

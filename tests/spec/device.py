@@ -1,13 +1,14 @@
 """The ops of a decode step on a device, in plain torch: their specification."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from tests.spec import ops as reference
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, Selection
 
 
 def prepare_rows(
@@ -73,8 +74,72 @@ def plan_decode(
                 plan.lists[pair, : len(listed)] = listed
 
 
+def plan_tokens(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    choosers: Mapping[int, Chooser],
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_tokens`."""
+    store = next(iter(choosers.values())).store
+    plan.lengths[: len(rows) * store.kv_heads] = -1
+    for number, chooser in choosers.items():
+        own = (rows.choosers == number).nonzero()[:, 0]
+        step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
+        if len(own):
+            forgotten = Selection.empty(
+                seats=len(requests.table),
+                kv_heads=store.kv_heads,
+                group=chooser.group,
+                head_size=store.head_size,
+                most_selected=int(step.select.max()),
+                dtype=store.dtype,
+            )
+            reference.plan_decode(query[own], step, replace(chooser, selection=forgotten))
+        _take_lists(own, step, store.kv_heads, plan)
+
+
+def filter_tokens(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    others: Collection[int],
+    store: IndexRecords,
+    scale: float,
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.filter_tokens`."""
+    plan.lengths[: len(rows) * store.kv_heads] = -1
+    for known in (number, *others):
+        own = (rows.choosers == known).nonzero()[:, 0]
+        step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
+        chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
+        selector = ContextSelector(store, chosen, query.shape[1] // store.kv_heads, scale)
+        if len(own):
+            reference.select_context(query[own], torch.ones(len(own), 1), step, selector)
+            reference.list_context(step, selector, store.kv_heads)
+        _take_lists(own, step, store.kv_heads, plan)
+
+
+def _take_lists(own: torch.Tensor, step: DecodeRows, kv_heads: int, plan: DevicePlan) -> None:
+    """Lists of tokens into the plan of all rows."""
+    for i, row in enumerate(own.tolist()):
+        for head in range(kv_heads):
+            pair, found = row * kv_heads + head, i * kv_heads + head
+            length = plan.lengths[pair] = step.lengths[found]
+            plan.lists[pair, :length] = step.lists[found, :length]
+
+
 def _step(
-    own: torch.Tensor, rows: DeviceRows, requests: DeviceRequests, size: int, kv_heads: int
+    own: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    size: int,
+    kv_heads: int,
+    *,
+    per_token: bool = False,
 ) -> DecodeRows:
     """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
     seats, lengths = rows.seats[own], rows.seq_lens[own]
@@ -84,9 +149,16 @@ def _step(
     )
     budget = sink + window + select
     whole, was_whole = (-(-tokens // size) <= budget for tokens in (lengths, lengths - 1))
+    if per_token:
+        sink, window, select = sink * size, window * size, select * size
     step = DecodeRows.selecting(
         Contexts(rows.block_table[own], lengths, seats),
-        torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
+        torch.zeros(
+            len(own) * kv_heads,
+            rows.block_table.shape[1] * (size if per_token else 1),
+            dtype=torch.int32,
+        ),
+        per_token=per_token,
         lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
         sink=torch.where(whole, 0, sink),
         window=torch.where(whole, 0, window),

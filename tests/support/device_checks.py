@@ -21,7 +21,11 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import pack, unpack
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean import Mean
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 TABLE = 40  # pages of a row's block table
 
@@ -255,6 +259,94 @@ def long_contexts(
     expected, _ = (layer.step(in_rows, query, False) for layer in layers)
     assert (expected.choosers == 0).all()
     same_plans(layers, expected, 0)
+
+
+def token_steps(
+    device,
+    *,
+    filters=False,
+    pooling=Pooling.MEAN_SOFTMAX,
+    kv_heads=2,
+    group=3,
+    head_size=64,
+    page=16,
+    entry=16,
+    dtype=torch.bfloat16,
+    pages=12,
+    seed=0,
+):
+    """Single tokens of a step's rows: selected by each KV head, or by a filter for all of them.
+
+    The rows: of three lengths, one whose tokens are all alike, of a method that selects nothing, of
+    a method of pages, exact, and padding.
+    """
+    torch.manual_seed(seed)
+    rows, seats = 8, 9
+    shape, number = (kv_heads, group, head_size, page, dtype), {"tokens": 0, "none": 1, "pages": 2}
+    methods = [(OneBit(), entry, pooling), (None, page, pooling), (Mean(), page, Pooling.SUM)]
+    size = {"pages": rows * pages, "seats": seats, "rows": rows, "positions": False, "table": pages}
+    layers = [
+        Layer(reference, "cpu", methods, shape, **size),
+        Layer(kernels, device, methods, shape, **size),
+    ]
+    tables = torch.randperm(rows * pages).view(rows, pages).int()
+    lengths = torch.tensor([9 * page + 1, 11 * page - 3, 12 * page, *[10 * page + 5] * 5])
+    seat = torch.randperm(seats)[:rows].int()
+    seat[7] = -1
+    table = torch.zeros(seats, 8, dtype=torch.int32)
+    table[:, : Column.SELECT + 1] = torch.tensor([1, 2, 4])
+    table[seat[1].long(), Column.SELECT] = 5
+    table[seat[4].long(), Column.CHOOSER], table[seat[4].long(), Column.SELECT] = number["none"], 0
+    table[seat[5].long(), Column.CHOOSER] = number["pages"]
+    table[seat[6].long(), Column.EXACT] = 1
+    table[:, Column.THRESHOLD] = bits(1.0)
+    at = [tables[r, torch.arange(n) // page].long() * page + torch.arange(n) % page
+          for r, n in enumerate(lengths.tolist())]  # fmt: skip
+    mapping = torch.cat([*at, torch.tensor([-1])])
+    fused = torch.randn(len(mapping), 2 * kv_heads + 1, head_size).to(dtype)
+    fused[sum(map(len, at[:3])) :][: len(at[3])] = 0.5
+    query = 3 * torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    in_rows = DeviceRows(
+        seat, torch.zeros(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32),
+        lengths.int(), torch.stack([of_row[-1] for of_row in at]), tables,
+        *torch.full((3, rows), 99, dtype=torch.int32),
+    )  # fmt: skip
+    for layer in layers:
+        layer.requests.table.copy_(table)
+        layer.write(*fused[:, 1:].chunk(2, dim=1), mapping)
+        layer.plan = DevicePlan.empty(
+            rows=rows, kv_heads=kv_heads, group=group, entries=pages * page, width=9 * page,
+            programs=3, device=layer.device,
+        )  # fmt: skip
+        layer.plan.scores.fill_(float("nan"))
+        layer.plan.stats.fill_(float("nan"))
+        moved = DeviceRows(*(getattr(in_rows, f.name).to(layer.device) for f in fields(in_rows)))
+        layer.ops.prepare_rows(moved, layer.requests, page)
+        given = query.to(layer.device), moved, layer.requests
+        tiles = {} if layer.ops is reference else {"tile_tokens": 64}
+        if filters:
+            store = IndexRecords.empty(
+                Exact(), pages=rows * pages, kv_heads=kv_heads, head_size=head_size,
+                page_size=page, dtype=dtype, entry_tokens=1, cache=layer.cache,
+                layout="token_major", alignment=RECORD_ALIGNMENT,
+            )  # fmt: skip
+            store.records = store.records.to(layer.device)
+            of_filter = number["tokens"], [number["none"]], store, head_size**-0.5
+            layer.ops.filter_tokens(*given, *of_filter, layer.plan, **tiles)
+        else:
+            chosen = {number[name]: layer.choosers[number[name]] for name in ("tokens", "none")}
+            layer.ops.plan_tokens(*given, chosen, layer.plan, **tiles)
+    same_entries(layers[0].indexes[0], layers[1].indexes[0], lengths, tables)
+    ours, theirs = (layer.plan.lengths.view(rows, kv_heads).cpu() for layer in layers)
+    assert torch.equal(ours, theirs)
+    assert ours[:, 0].tolist() == [n * page for n in (7, 8, 7, 7, 3)] + [-1] * 3
+    for pair, length in enumerate(layers[0].plan.lengths.tolist()):
+        a, b = (layer.plan.lists[pair, : max(length, 0)].cpu() for layer in layers)
+        assert torch.equal(a, b), (pair, (a != b).sum())
+    assert torch.equal(layers[0].requests.corrected, layers[1].requests.corrected.cpu())
+    if filters:
+        of_heads = layers[1].plan.lists.view(rows, kv_heads, -1)[:5] // page
+        assert (of_heads[:, 1] - of_heads[:, 0] == 1)[:, : 3 * page].all(), "of one page, two units"
 
 
 def same_plans(layers, rows, step):

@@ -10,6 +10,7 @@ from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -46,6 +47,7 @@ NOTHING = (None, 8, Pooling.SUM)
                 (Bounding(), 8, Pooling.SUM),
                 (Representative(), 4, Pooling.MEAN_SOFTMAX),
                 (Exact(), 8, Pooling.MAX),
+                (OneBit(), 8, Pooling.RELATIVE),
             ],
             "group": 8,
             "kv_heads": 1,
@@ -86,6 +88,19 @@ def test_long_contexts(interpreted, index, entry, pooling, lengths):
         entry=entry,
         pooling=pooling,
     )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"pooling": Pooling.MAX, "head_size": 80, "entry": 8, "dtype": torch.float16, "seed": 1},
+        {"filters": True, "seed": 2},
+        {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
+    ],
+)
+def test_tokens(interpreted, case):
+    interpreted(device_checks.token_steps, **case)
 
 
 @pytest.mark.parametrize(("head_size", "entry", "rank"), [(64, 32, 0), (96, 16, 7)])
@@ -131,7 +146,7 @@ def a_step(layer):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"index": OneBit()}, "there is no kernel for index=one_bit; use one of min_max, mean"),
+        ({"index": Landmark()}, "there is no kernel for index=landmark; use one of min_max, mean"),
         ({"cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),

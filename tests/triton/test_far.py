@@ -125,9 +125,10 @@ class Layers:
                 self.ops.sparse_decode(query, units, lists, lengths, SCALE, output, lse, workspace)
             else:
                 far = self.far[number]
+                methods = [DeviceScored((), [chooser])]
                 far.attend_to_selection(
-                    query, key, value, rows, self.requests, [DeviceScored([chooser])], self.plan,
-                    workspace, lse, SCALE, output,
+                    query, key, value, rows, self.requests, methods, self.plan, workspace, lse,
+                    SCALE, output,
                 )  # fmt: skip
                 far.attend_to_prompts(half, None, query, key, value, output)
                 far.end()

@@ -9,7 +9,7 @@ The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``. The 
 followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``token_major``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -103,7 +103,7 @@ class DeviceRows:
 
 @dataclass
 class DevicePlan:
-    """The pages that the rows of a layer attend to, and room to select them.
+    """The pages, or tokens, that the rows of a layer attend to, and room to select them.
 
     Layers of one shape share a plan; launches that share it must run one after another. ``N`` is
     the number of rows times KV heads.
@@ -113,7 +113,8 @@ class DevicePlan:
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
         lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
-            as positions in the context or as units, ``page_id * kv_heads + kv_head``.
+            as positions in the context or as units, ``page_id * kv_heads + kv_head``. With tokens,
+            the tokens, ``unit * page_size + place in the page``; entries are then tokens, too.
         lengths: int32 [>= N], written: tokens of these pages; -1: the row attends to its whole
             context, and its list is not written.
         positions: Whether ``lists`` holds positions. Otherwise it holds units.
@@ -241,5 +242,62 @@ class DeviceOps(Protocol):
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
                 is no kernel for an index.
+        """
+        ...
+
+    def plan_tokens(
+        self,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        choosers: Mapping[int, Chooser],
+        plan: DevicePlan,
+    ) -> None:
+        """List the single tokens that each (row, KV head) attends to.
+
+        Lists are those of :meth:`Ops.plan_decode
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` for rows that select tokens anew at each
+        step, up to the rounding of scores. Nothing is remembered but ``corrected``. Rows with other
+        choosers, or none, get the length -1. Bytes moved: the records of the contexts, and scores.
+
+        Args:
+            query, rows, requests: See :meth:`plan_decode`. Contexts of rows with a chooser are
+                beyond their budgets.
+            choosers: By their numbers. Those without an index select nothing.
+            plan: A plan for tokens, written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
+        """
+        ...
+
+    def filter_tokens(
+        self,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        number: int,
+        others: Collection[int],
+        store: IndexRecords,
+        scale: float,
+        plan: DevicePlan,
+    ) -> None:
+        """List the tokens that all KV heads of the layers after a filter layer attend to.
+
+        They are those of :meth:`Ops.select_context
+        <vllm_kvretrieval.kernels.ops.Ops.select_context>` by the rows' own queries and
+        ``list_context``, up to the rounding of scores. Rows with other choosers, or none, get the
+        length -1. Bytes moved: the keys of the contexts, and scores.
+
+        Args:
+            query, rows, requests: See :meth:`plan_tokens`; the queries are the filter layer's.
+            number: The chooser of the rows that the filter selects for.
+            others: Choosers of rows that select nothing, whose sink and window are listed.
+            store: The index ``exact`` over the keys of the filter layer, with entries of a token.
+            scale: Softmax scale of the layer.
+            plan: A plan for tokens, written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
         """
         ...

@@ -269,7 +269,12 @@ class DeviceMethod(Protocol):
 
     The rows of a step are on the device, and so is the method of each. So a family looks at all
     rows and leaves those of other families alone.
+
+    Attributes:
+        per_token: Whether lists are of single tokens; else they are of pages.
     """
+
+    per_token: bool
 
     @property
     def selection(self) -> Selection:
@@ -284,7 +289,7 @@ class DeviceMethod(Protocol):
         requests: DeviceRequests,
         plan: DevicePlan,
     ) -> None:
-        """Write the pages that the rows attend to into the lists of a plan.
+        """Write what the rows attend to into the lists of a plan, unless a filter has.
 
         Args:
             ops: The device's implementation of the ops that the family needs.

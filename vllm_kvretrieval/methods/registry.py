@@ -59,11 +59,14 @@ def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> li
     """The families of an engine's methods in a layer of a device, each once.
 
     Args:
-        methods: The engine's. Methods of families that no device serves have been refused.
+        methods: The engine's. Methods of families that no device serves have been refused, and
+            those that select unlike others. Methods that select nothing go with any family.
         choosers: The layer's, by the number of the method.
     """
-    files = {id(file): file for file in map(family_of, methods)}.values()
-    return [file.device_method(choosers) for file in files]  # type: ignore[attr-defined]
+    served = list(methods)
+    selecting = [method for method in served if method.selects] or served
+    files = {id(file): file for file in map(family_of, selecting)}.values()
+    return [file.device_method(served, choosers) for file in files]  # type: ignore[attr-defined]
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:

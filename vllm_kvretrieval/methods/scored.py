@@ -129,11 +129,13 @@ class DeviceScored:
     """A layer's rows of the family's methods on a device; see :class:`DeviceMethod`.
 
     Args:
+        methods: The engine's.
         choosers: The layer's, by the number of the method.
     """
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
+    def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
         self._choosers = choosers
+        self.per_token = any(method.per_token for method in methods)
 
     @property
     def selection(self) -> Selection:
@@ -148,8 +150,11 @@ class DeviceScored:
         requests: DeviceRequests,
         plan: DevicePlan,
     ) -> None:
-        """See :meth:`DeviceOps.plan_decode`."""
-        ops.plan_decode(query, rows, requests, self._choosers, plan)
+        """See :meth:`DeviceOps.plan_decode` and :meth:`DeviceOps.plan_tokens`."""
+        if self.per_token:
+            ops.plan_tokens(query, rows, requests, dict(enumerate(self._choosers)), plan)
+        else:
+            ops.plan_decode(query, rows, requests, self._choosers, plan)
 
 
 group_method = Scored

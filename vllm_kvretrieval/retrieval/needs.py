@@ -20,6 +20,8 @@ class Need(Enum):
     """A need that not every setting serves. Its value follows a method's name in messages."""
 
     TOKENS = "selects single tokens (unit token)"
+    STALE_TOKENS = "attends to single tokens of an earlier step (unit token, schedule speculative)"
+    LATEST_QUERIES = "selects by several queries (observation)"
     KEYS = "selects by the keys of its own layers (index exact, or rerank)"
     READS = "reads keys in the KV cache"
     EVERYTHING = "reads everything at each step"
@@ -95,9 +97,9 @@ GPU = Setting(
     {
         need: Lack("does not serve every method yet", remedy)
         for need, remedy in {
-            Need.LAYERS_SHARE: BY_PAGES,
             Need.DROPS: BY_PAGES,
-            Need.TOKENS: BY_PAGES,
+            Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
+            Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.HEADS: BY_PAGES,
             Need.UNEVEN_SHARES: f"set budget_shares=uniform, or {BY_PAGES}",
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
@@ -109,6 +111,20 @@ GPU = Setting(
         }.items()
     },
 )
+GPU_HOST = Setting(
+    "home=host",
+    {Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}")},
+)
+"""A home in host memory, on a GPU."""
+FILTERS_ALONE = Setting(
+    "--tensor-parallel-size on a GPU",
+    {
+        Need.LAYERS_SHARE: Lack(
+            "lets each worker select by its own KV heads", "set filter_heads=own, or leave it out"
+        )
+    },
+)
+"""Workers with some of the KV heads of a filter, which do not tell each other what they find."""
 LITTLE = "is for methods that read little of a context at a step"
 SLOW_HOME = Setting(
     "a slow home",
@@ -218,6 +234,8 @@ OTHER_LAYERS = Setting(
 )
 SETTINGS = (
     GPU,
+    GPU_HOST,
+    FILTERS_ALONE,
     SLOW_HOME,
     SHARED_KV,
     CODEC,

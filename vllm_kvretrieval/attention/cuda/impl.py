@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.methods import DeviceMethod
+from vllm_kvretrieval.methods.filters import DeviceFilter
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -28,6 +29,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         methods: How rows come to what they attend to; empty in a dense layer.
         choosers: What the layer selects with, by the number of the method.
         indexes: The page indexes that these have, each once.
+        filter: What lists tokens for the layers after this one, if it is a filter; it is dense.
     """
 
     dense: ClassVar[type[AttentionBackend]]
@@ -83,6 +85,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         self.workspace: Workspace | None = None
         self.units: torch.Tensor | None = None
         self.far: FarLayer | None = None
+        self.filter: DeviceFilter | None = None
 
     def attach(
         self,
@@ -110,9 +113,23 @@ class RetrievalAttentionImpl(AttentionImpl):
             assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
         self.ops, self.methods, self.choosers, self.requests = ops, methods, choosers, requests
         self.workspace, self.far = workspace, far
-        self.units = cache.view(pages * kv_heads, page_size, row)
+        tokens = any(method.per_token for method in methods)
+        self.units = cache.view(-1, 1 if tokens else page_size, row)
         kept = (c.store for c in choosers if c.store.records.numel())
         self.indexes = list({id(store): store for store in kept}.values())
+
+    def attach_filter(
+        self, ops: Any, by: DeviceFilter, requests: DeviceRequests, workspace: Workspace
+    ) -> None:
+        """Let this dense layer list what the layers after it attend to.
+
+        Args:
+            ops: Implementation of :class:`DeviceOps`.
+            by: It.
+            requests: The requests of the layer's group.
+            workspace: The workspace of the layers that follow.
+        """
+        self.ops, self.filter, self.requests, self.workspace = ops, by, requests, workspace
 
     def do_kv_cache_update(
         self,
@@ -145,6 +162,8 @@ class RetrievalAttentionImpl(AttentionImpl):
         if step is None or step.rows is None or not self.methods:
             whole = None if step is None else step.whole
             self.half.forward(layer, query, key, value, kv_cache, whole, output, *scales)
+            if self.filter is not None and step is not None:
+                self._filter(query, step)
             return output
         if step.lead:
             own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
@@ -156,6 +175,14 @@ class RetrievalAttentionImpl(AttentionImpl):
             self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
             self.far.end()
         return output
+
+    def _filter(self, query: torch.Tensor, step: RetrievalMetadata) -> None:
+        assert self.filter is not None
+        assert self.workspace is not None
+        assert self.requests is not None
+        if step.rows is not None and step.sparse:
+            plan = self.workspace.of(len(step.rows))[0]
+            self.filter.select(self.ops, query, step.rows, self.requests, plan)
 
     def _attend_to_selection(
         self,

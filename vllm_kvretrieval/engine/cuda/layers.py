@@ -1,6 +1,6 @@
 """Retrieval's state beside the KV cache on a GPU, and how it gets into vLLM's layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,16 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.layers import number_layers
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.methods import device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
+from vllm_kvretrieval.methods.filters import DeviceFilter
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.layers import full_attention_layers
+from vllm_kvretrieval.retrieval.roles import Filters, Follows, Role, stage_roles
 
 TOKEN_MAJOR = "token_major"
 """vLLM's name of the cache's layout: each token's key before its value."""
@@ -30,23 +35,55 @@ Retrieves = list[tuple[RetrievalMetadataBuilder, list[str]]]
 """Groups of layers that retrieve: the builder of their metadata, and their names."""
 
 
-def retrieving(config: RetrievalConfig, names: Iterable[str]) -> list[str]:
+def roles_of_layers(
+    vllm_config: Any, config: RetrievalConfig, specs: Mapping[str, Any]
+) -> dict[str, Role]:
+    """The roles of a worker's layers by name; empty if each selects for itself.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: Options of the engine.
+        specs: vLLM's KV cache specs of the worker's layers.
+    """
+    numbers = number_layers(vllm_config, specs, config)
+    of_model = full_attention_layers(vllm_config.model_config) or [*numbers.values()]
+    roles = config.roles(vllm_config.model_config, of_model)
+    roles = stage_roles(roles, numbers.values()) if roles else roles
+    return {name: roles[number] for name, number in numbers.items()} if roles else {}
+
+
+def retrieving(
+    config: RetrievalConfig, roles: Mapping[str, Role], names: Iterable[str]
+) -> list[str]:
     """The layers that attend to parts of long contexts."""
+    if roles:
+        return [name for name in names if isinstance(roles.get(name), Follows)]
     return [name for name in names if extract_layer_index(name) >= config.dense_layers]
 
 
-def groups_that_retrieve(config: RetrievalConfig, attn_groups: Iterable[Any]) -> Retrieves:
+def groups_that_retrieve(
+    config: RetrievalConfig, roles: Mapping[str, Role], attn_groups: Iterable[Any]
+) -> Retrieves:
     """The groups of layers that retrieve, among vLLM's.
 
     Backends built around ours, as for chunked attention or added sinks, are left as they are.
+
+    Raises:
+        RetrievalConfigError: Layers follow a filter whose pages have other numbers.
     """
-    found = []
+    found, filters = [], {name for name, role in roles.items() if isinstance(role, Filters)}
     for group in attn_groups:
         builder = group.get_metadata_builder()
         ours = type(builder).__base__ is RetrievalMetadataBuilder
         plain = ours and type(group.kv_cache_spec) is FullAttentionSpec
-        if plain and (names := retrieving(config, group.layer_names)):
+        if plain and (names := retrieving(config, roles, group.layer_names)):
             found.append((builder, names))
+            if not filters <= {*group.layer_names}:
+                raise RetrievalConfigError(
+                    f"{config.method} on a GPU needs all layers with full attention in one of "
+                    "vLLM's groups, and in this model they are in several. Serve it on a CPU, or "
+                    "use a method that selects pages by an index, such as freekv."
+                )
     return found
 
 
@@ -77,6 +114,7 @@ class RetrievalLayers:
         self.max_model_len = max_model_len
         self.impls: dict[str, RetrievalAttentionImpl] = {}
         self.tier: FarTier | None = None
+        self._filters: list[RetrievalAttentionImpl] = []
         self._workspaces: dict[tuple[int, int, int], Workspace] = {}
 
     def attach(
@@ -86,6 +124,7 @@ class RetrievalLayers:
         tiers: HostTiers | None = None,
         side: SideWork | None = None,
         *,
+        filters: Sequence[str] = (),
         is_profiling: bool = False,
     ) -> None:
         """Let layers retrieve, once their KV cache is allocated.
@@ -95,6 +134,7 @@ class RetrievalLayers:
             layers: vLLM's layers, by name.
             tiers: Sizes, if the cache of these layers is in host memory.
             side: Runs work beside the model, if there are ``tiers``.
+            filters: Names of the layers of the only group that list tokens for those after them.
             is_profiling: Whether nothing but graphs are captured, to measure their memory.
         """
         for builder, names in groups:
@@ -110,12 +150,15 @@ class RetrievalLayers:
             for number, name in enumerate(names):
                 far = None if self.tier is None else self.tier.far[number]
                 self._attach(name, layers[name], builder, far)
+            for name in filters:
+                self._attach_filter(layers[name], builder)
 
     def detach(self) -> None:
         """Release the KV cache and all state beside it."""
-        for impl in self.impls.values():
+        for impl in (*self.impls.values(), *self._filters):
             impl.detach()
         self.impls.clear()
+        self._filters.clear()
         self.tier = None
         self._workspaces.clear()
 
@@ -150,6 +193,26 @@ class RetrievalLayers:
         impl.attach(self.ops, methods, choosers, cache, builder.table, workspace, far)
         self.impls[name] = impl
 
+    def _attach_filter(self, layer: Any, builder: RetrievalMetadataBuilder) -> None:
+        impl, methods = layer.impl, [*self.config.methods.values()]
+        workspace = self._workspaces.get((impl.num_kv_heads, impl.group, impl.head_size))
+        if workspace is None or len(self._workspaces) > 1:
+            raise RetrievalConfigError(
+                f"{self.config.method} on a GPU needs layers of equal heads, and those of this "
+                "model differ. Serve it on a CPU, or use a method that selects pages by an index, "
+                "such as freekv."
+            )
+        if impl.half.sinks is not None or impl.half.logits_soft_cap:
+            raise RetrievalConfigError(
+                f"{self.config.method} on a GPU does not know a model's own rules of attention "
+                "(sinks, caps of scores) yet. Serve it on a CPU, or use a method that selects "
+                "pages by an index, such as freekv."
+            )
+        with self.device:
+            by = DeviceFilter(methods, layer.kv_cache, TOKEN_MAJOR, impl.scale)
+        impl.attach_filter(self.ops, by, builder.table, workspace)
+        self._filters.append(impl)
+
     def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
         """The choosers of a layer, by the number of the method."""
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
@@ -164,7 +227,8 @@ def make_selection(
     config: RetrievalConfig, seats: int, group: int, shape: dict[str, Any]
 ) -> Selection:
     """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``."""
-    most = max(*config.most_selected.values(), 1)
+    pages = [name for name, method in config.methods.items() if not method.per_token]
+    most = max([config.most_selected[name] for name in pages], default=1)
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
 
@@ -180,14 +244,15 @@ def make_workspace(
     """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
+    finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
         head_size=head_size,
         entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
-        width=config.budget_limit // config.page_size,
-        page_size=config.page_size,
+        width=config.budget_limit // unit,
+        page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
         device=device,
@@ -195,12 +260,17 @@ def make_workspace(
 
 
 def fixed_bytes(
-    config: RetrievalConfig, layers: Mapping[str, Any], rows: int, max_model_len: int
+    config: RetrievalConfig,
+    roles: Mapping[str, Role],
+    layers: Mapping[str, Any],
+    rows: int,
+    max_model_len: int,
 ) -> int:
     """Bytes of the state whose size does not depend on that of the KV cache.
 
     Args:
         config: Options of the engine.
+        roles: Roles of the layers, by name.
         layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
@@ -208,7 +278,7 @@ def fixed_bytes(
     nowhere, total, shapes = torch.device("meta"), 0, set()
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     ours = {n: impl for n, impl in impls.items() if isinstance(impl, RetrievalAttentionImpl)}
-    for name in retrieving(config, ours):
+    for name in retrieving(config, roles, ours):
         impl = ours[name]
         shapes.add((impl.num_kv_heads, impl.group, impl.head_size))
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}

@@ -7,6 +7,7 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
+from vllm_kvretrieval.kernels.triton.one_bit import build_bits
 from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -15,6 +16,7 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import KEPT, Representative
 
 KINDS: dict[type[Index], int] = {
@@ -25,6 +27,7 @@ KINDS: dict[type[Index], int] = {
     Bounding: 4,
     Representative: 5,
     Exact: 6,
+    OneBit: 7,
 }
 """Indexes that there are kernels for; their numbers there."""
 
@@ -163,6 +166,9 @@ def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
 
 def _build(entries: torch.Tensor, from_slots: bool, store: IndexRecords) -> None:
     index, cache, records = store.index, store.cache, elements(store)
+    if isinstance(index, OneBit):
+        build_bits(entries, from_slots, store)
+        return
     assert index is not None
     assert cache is not None
     _build_kernel[(len(entries), store.kv_heads)](

@@ -16,6 +16,17 @@ _LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
 
 
 @triton.jit
+def selecting(row, seats, seq_lens, choosers, table, NUMBER: tl.constexpr, PAGE: tl.constexpr):
+    """Whether a row selects by the method of a number; not if its context is within its budget."""
+    own = tl.load(choosers + row) == NUMBER
+    options = table + tl.load(seats + row) * _COLUMNS
+    select = tl.load(options + _SELECT, mask=own, other=0)
+    budget = tl.load(options + _SINK, mask=own, other=0)
+    budget += tl.load(options + _WINDOW, mask=own, other=0) + select
+    return own & (select > 0) & (tl.cdiv(tl.load(seq_lens + row), PAGE) > budget)
+
+
+@triton.jit
 def _prepare_kernel(
     seats,
     prefilling,

@@ -200,7 +200,7 @@ def plan_decode(
     for number, chooser in enumerate(choosers):
         store = chooser.store
         if store.index is not None:
-            score_entries(query, rows, requests, number, chooser, plan)
+            score_entries(query, rows, requests, number, store, chooser.scale, plan)
         parts = store.parts if store.index is not None else 1
         pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
         most = max(triton.next_power_of_2(pages), 16)
