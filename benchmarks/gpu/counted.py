@@ -24,6 +24,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 DTYPE = torch.bfloat16
@@ -173,7 +174,8 @@ def _attached(
     pages = batch * -(-context // config.page_size)
     size = pages, shape.kv_heads, config.page_size, 2 * shape.head_size
     cache = torch.empty(size, dtype=DTYPE, device=NOWHERE)
-    requests: Any = SimpleNamespace(capacity=batch)
+    room = Capacity(config, [shape.kv_heads], context)
+    requests: Any = SimpleNamespace(capacity=batch, room=room, counts_of=lambda name: None)
     kept = layers.RetrievalLayers(kernels, config, requests, context, NOWHERE)
     builder: Any = SimpleNamespace(
         attach=lambda *args: None,

@@ -18,7 +18,7 @@ from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, 
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.scores import score_entries
-from vllm_kvretrieval.kernels.triton.tokens import pool_tokens
+from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -40,9 +40,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPACITIES = (128, 256, 1024)
 CONTEXTS = (1024, 4096, 65536)
 """Pages; 4096 are 128K tokens, and more are ranked in tiles."""
-INDEXES = (
-    MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact(), OneBit(),
-)  # fmt: skip
+INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
 PAGE = 32
 KV_HEADS, GROUP = 8, 4
 
@@ -73,10 +71,10 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
-        tokens = Step(OneBit(), head_size)
-        yield f"scores one_bit tokens {size}", tokens.score_tokens
-        tokens = Step(Exact(), head_size, entry=1)
-        yield f"scores exact tokens {size}", tokens.score
+        step = Step(OneBit(), head_size)
+        yield f"index one_bit {size}", step.build
+        yield f"scores one_bit tokens {size}", step.score_tokens
+        yield f"scores exact tokens {size}", Step(Exact(), head_size, entry=1).score_tokens
     for shared in (False, True):
         step = Step(Exact(), COMMON, entry=1) if shared else Step(OneBit(), COMMON)
         name = "tokens of all heads" if shared else "tokens"
@@ -264,13 +262,12 @@ class Step:
 
     def score(self) -> None:
         """One launch of the two of `plan_decode`."""
-        given = self._query, _rows(), _requests(), 0, self._store, 1.0
-        score_entries(*given, self.plan(CONTEXTS[1]))
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
     def score_tokens(self) -> None:
-        """The first launch of the three of `plan_tokens`."""
-        given = self._query, _rows(), _requests(), 0, self._store, 1.0
-        score_bits(*given, self.plan(CONTEXTS[1]), tokens=True)
+        """The first launch of `plan_tokens`, or of `filter_tokens`."""
+        score = score_bits if self.builds else score_tokens
+        score(self._query, _rows(), _requests(), 0, self._store, 1.0, self.plan(CONTEXTS[1]))
 
     def pool_tokens(self, *, shared: bool) -> None:
         """The second launch of `plan_tokens`, or of `filter_tokens`."""

@@ -193,8 +193,7 @@ class LayerStep:
         kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
 
     def _score(self, layer: Layer) -> None:
-        chooser, given = layer.chooser, (layer.query, layer.rows, self.requests)
-        score_entries(*given, 0, chooser.store, chooser.scale, self.plan)
+        score_entries(layer.query, layer.rows, self.requests, 0, layer.chooser, self.plan)
 
     def _plan(self, layer: Layer) -> None:
         kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)

@@ -174,8 +174,7 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
         case "_select_kernel" if values["NUMBER"] == 0:
             return sizes.entries * 4 * group
         case "_score_bits_kernel":
-            scores = values["ENTRY"] if values["TOKENS"] else 1
-            return sizes.entries * (record_bytes(sizes) + 4 * group * scores)
+            return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
         case "_pool_kernel":
             return sizes.entries * values["ENTRY"] * 4 * (group + 1)
         case "_rank_kernel":

@@ -86,6 +86,9 @@ def plan_tokens(
     plan.lengths[: len(rows) * store.kv_heads] = -1
     for number, chooser in choosers.items():
         own = (rows.choosers == number).nonzero()[:, 0]
+        if chooser.store.index is None:
+            _list_pages(own, rows, requests, store, plan)
+            continue
         step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
         if len(own):
             forgotten = Selection.empty(
@@ -93,8 +96,9 @@ def plan_tokens(
                 kv_heads=store.kv_heads,
                 group=chooser.group,
                 head_size=store.head_size,
-                most_selected=int(step.select.max()),
+                most_selected=step.lists.shape[1],
                 dtype=store.dtype,
+                counts=chooser.selection.counts,
             )
             reference.plan_decode(query[own], step, replace(chooser, selection=forgotten))
         _take_lists(own, step, store.kv_heads, plan)
@@ -112,15 +116,38 @@ def filter_tokens(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.filter_tokens`."""
     plan.lengths[: len(rows) * store.kv_heads] = -1
-    for known in (number, *others):
-        own = (rows.choosers == known).nonzero()[:, 0]
-        step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
-        chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
-        selector = ContextSelector(store, chosen, query.shape[1] // store.kv_heads, scale)
-        if len(own):
-            reference.select_context(query[own], torch.ones(len(own), 1), step, selector)
-            reference.list_context(step, selector, store.kv_heads)
-        _take_lists(own, step, store.kv_heads, plan)
+    for other in others:
+        own = (rows.choosers == other).nonzero()[:, 0]
+        _list_pages(own, rows, requests, store, plan)
+    own = (rows.choosers == number).nonzero()[:, 0]
+    step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
+    chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
+    selector = ContextSelector(store, chosen, query.shape[1] // store.kv_heads, scale)
+    if len(own):
+        reference.select_context(query[own], torch.ones(len(own), 1), step, selector)
+        reference.list_context(step, selector, store.kv_heads)
+    _take_lists(own, step, store.kv_heads, plan)
+
+
+def _list_pages(
+    own: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    store: IndexRecords,
+    plan: DevicePlan,
+) -> None:
+    """The tokens of the first and of the last pages, for methods that select nothing."""
+    size, kv_heads = store.page_size, store.kv_heads
+    for row in own.tolist():
+        options, length = requests.table[rows.seats[row]], int(rows.seq_lens[row])
+        first = torch.arange(int(options[Column.SINK]) * size)
+        begin = (-(-length // size) - int(options[Column.WINDOW])) * size
+        tokens = torch.cat([first, torch.arange(begin, length)])
+        pages = rows.block_table[row, tokens // size]
+        for head in range(kv_heads):
+            pair = row * kv_heads + head
+            plan.lengths[pair] = len(tokens)
+            plan.lists[pair, : len(tokens)] = (pages * kv_heads + head) * size + tokens % size
 
 
 def _take_lists(own: torch.Tensor, step: DecodeRows, kv_heads: int, plan: DevicePlan) -> None:

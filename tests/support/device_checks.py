@@ -99,10 +99,12 @@ def decode_steps(
     seed=0,
     exact_records=True,
     threshold=0.6,
+    counted=False,
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
-    Records that need not be the specification's are copied from the kernels to it.
+    Records that need not be the specification's are copied from the kernels to it. If ``counted``,
+    KV heads select different numbers of pages, some of them all or none.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -132,8 +134,11 @@ def decode_steps(
             table[table[:, Column.CHOOSER] == number, Column.SELECT] = 0
     table[of_seat[4].long(), Column.EXACT] = 1
     table[of_seat[5].long(), : Column.CHOOSER + 1] = torch.tensor([1, 2, 2, 0])
+    counts = torch.randint(0, 8, (seats, kv_heads + 2)).int()  # of other layers, too
     for layer in layers:
         layer.requests.table.copy_(table)
+        if counted:
+            layer.selection.counts = counts.to(device)[:, 1:-1]
 
     def slots(row, positions):
         return tables[row, positions // page].long() * page + positions % page
@@ -273,9 +278,12 @@ def token_steps(
     entry=16,
     dtype=torch.bfloat16,
     pages=12,
+    counted=False,
     seed=0,
 ):
     """Single tokens of a step's rows: selected by each KV head, or by a filter for all of them.
+
+    If ``counted``, KV heads select different numbers of tokens, some of them all or none.
 
     The rows: of three lengths, one whose tokens are all alike, of a method that selects nothing, of
     a method of pages, exact, and padding.
@@ -311,11 +319,15 @@ def token_steps(
         lengths.int(), torch.stack([of_row[-1] for of_row in at]), tables,
         *torch.full((3, rows), 99, dtype=torch.int32),
     )  # fmt: skip
+    counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
+    counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page
     for layer in layers:
         layer.requests.table.copy_(table)
+        if counted:
+            layer.selection.counts = counts.to(layer.device)[:, 1:-1]
         layer.write(*fused[:, 1:].chunk(2, dim=1), mapping)
         layer.plan = DevicePlan.empty(
-            rows=rows, kv_heads=kv_heads, group=group, entries=pages * page, width=9 * page,
+            rows=rows, kv_heads=kv_heads, group=group, entries=pages * page, width=pages * page,
             programs=3, device=layer.device,
         )  # fmt: skip
         layer.plan.scores.fill_(float("nan"))
@@ -339,7 +351,13 @@ def token_steps(
     same_entries(layers[0].indexes[0], layers[1].indexes[0], lengths, tables)
     ours, theirs = (layer.plan.lengths.view(rows, kv_heads).cpu() for layer in layers)
     assert torch.equal(ours, theirs)
-    assert ours[:, 0].tolist() == [n * page for n in (7, 8, 7, 7, 3)] + [-1] * 3
+    told = [3 * page, 12 * page] if counted else [7 * page] * 2
+    assert ours[2].tolist() == told[:kv_heads]
+    wholly = (
+        page + lengths[4] - (lengths[4] - 1) // page * page + page
+    )  # and two pages, a part full
+    wanted = [*(n * page for n in (7, 8, 7, 7)), int(wholly), -1, -1, -1]
+    assert counted or ours[:, 0].tolist() == wanted
     for pair, length in enumerate(layers[0].plan.lengths.tolist()):
         a, b = (layer.plan.lists[pair, : max(length, 0)].cpu() for layer in layers)
         assert torch.equal(a, b), (pair, (a != b).sum())

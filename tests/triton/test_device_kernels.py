@@ -15,7 +15,6 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
-from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -47,12 +46,17 @@ NOTHING = (None, 8, Pooling.SUM)
                 (Bounding(), 8, Pooling.SUM),
                 (Representative(), 4, Pooling.MEAN_SOFTMAX),
                 (Exact(), 8, Pooling.MAX),
-                (OneBit(), 8, Pooling.RELATIVE),
             ],
             "group": 8,
             "kv_heads": 1,
             "steps": 3,
             "seed": 4,
+        },
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 8, Pooling.MAX)],
+            "counted": True,
+            "threshold": 0.9,
+            "seed": 5,
         },
         {
             "methods": [(LowRank(3), 16, Pooling.MEAN_SOFTMAX)],
@@ -95,6 +99,7 @@ def test_long_contexts(interpreted, index, entry, pooling, lengths):
     [
         {},
         {"pooling": Pooling.MAX, "head_size": 80, "entry": 8, "dtype": torch.float16, "seed": 1},
+        {"counted": True, "seed": 4},
         {"filters": True, "seed": 2},
         {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
     ],

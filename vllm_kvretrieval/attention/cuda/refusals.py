@@ -200,7 +200,9 @@ def check_methods(config: RetrievalConfig) -> None:
 def check_method(method: Method) -> None:
     """Refuse a method that there are no kernels for."""
     GPU.check([method])
-    if method.per_token and method.index is not None and not isinstance(method.index, OneBit):
+    if method.per_token and isinstance(method.index, OneBit):
+        return
+    if method.per_token and method.index is not None:
         raise RetrievalConfigError(
             f"{method.name} is not served on a GPU yet, where single tokens are selected by "
             f"index=one_bit, and not by {method.index.name}; use it, or unit=page."

@@ -24,6 +24,7 @@ from vllm_kvretrieval.methods import device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.methods.filters import DeviceFilter
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
 from vllm_kvretrieval.retrieval.roles import Filters, Follows, Role, stage_roles
 
@@ -177,11 +178,12 @@ class RetrievalLayers:
         self, name: str, layer: Any, builder: RetrievalMetadataBuilder, far: FarLayer | None
     ) -> None:
         impl, cache = layer.impl, layer.kv_cache
-        choosers = self._choosers(impl, cache)
+        choosers = self._choosers(name, impl, cache)
         shape = impl.num_kv_heads, impl.group, impl.head_size
         if shape not in self._workspaces:
             self._workspaces[shape] = make_workspace(
                 self.config,
+                self.requests.room,
                 shape,
                 self.requests.capacity,
                 self.max_model_len,
@@ -213,27 +215,34 @@ class RetrievalLayers:
         impl.attach_filter(self.ops, by, builder.table, workspace)
         self._filters.append(impl)
 
-    def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
+    def _choosers(
+        self, name: str, impl: RetrievalAttentionImpl, cache: torch.Tensor
+    ) -> list[Chooser]:
         """The choosers of a layer, by the number of the method."""
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
         with self.device:  # tensors are made there
-            selection = make_selection(self.config, self.requests.capacity, impl.group, shape)
+            seats, room = self.requests.capacity, self.requests.room
+            selection = make_selection(self.config, room, seats, impl.group, shape)
+            selection.counts = self.requests.counts_of(name)
             return layer_choosers(
                 self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
             )
 
 
 def make_selection(
-    config: RetrievalConfig, seats: int, group: int, shape: dict[str, Any]
+    config: RetrievalConfig, room: Capacity, seats: int, group: int, shape: dict[str, Any]
 ) -> Selection:
-    """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``."""
-    pages = [name for name, method in config.methods.items() if not method.per_token]
-    most = max([config.most_selected[name] for name in pages], default=1)
+    """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``.
+
+    Tokens that are selected are not remembered.
+    """
+    most = 1 if config.token_major else room.most_chosen()
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
 
 def make_workspace(
     config: RetrievalConfig,
+    room: Capacity,
     shape: tuple[int, int, int],
     rows: int,
     max_model_len: int,
@@ -251,7 +260,7 @@ def make_workspace(
         group=group,
         head_size=head_size,
         entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
-        width=config.budget_limit // unit,
+        width=max(config.budget_limit // unit, room.listed),
         page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
@@ -262,6 +271,7 @@ def make_workspace(
 def fixed_bytes(
     config: RetrievalConfig,
     roles: Mapping[str, Role],
+    room: Capacity,
     layers: Mapping[str, Any],
     rows: int,
     max_model_len: int,
@@ -271,6 +281,7 @@ def fixed_bytes(
     Args:
         config: Options of the engine.
         roles: Roles of the layers, by name.
+        room: How many units requests get of KV heads.
         layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
@@ -284,7 +295,7 @@ def fixed_bytes(
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         with nowhere:
             dtype = layers[name].kv_cache_torch_dtype
-            selection = make_selection(config, rows, impl.group, shape | {"dtype": dtype})
+            selection = make_selection(config, room, rows, impl.group, shape | {"dtype": dtype})
         total += selection.query.nbytes + selection.chosen.nbytes
-    made = (make_workspace(config, shape, rows, max_model_len, nowhere) for shape in shapes)
+    made = (make_workspace(config, room, shape, rows, max_model_len, nowhere) for shape in shapes)
     return total + sum(workspace.nbytes for workspace in made)

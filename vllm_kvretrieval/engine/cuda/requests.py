@@ -3,13 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
@@ -97,10 +98,12 @@ class RunningRequests:
     Args:
         config: Options of the engine.
         capacity: Most requests that run at once.
-        retrieval_heads: KV heads times retrieval layers.
+        heads: KV heads of the layers that retrieve.
         device: Where the layers are.
 
     Attributes:
+        room: How many units requests get of these heads.
+        retrieval_heads: How many these are.
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
@@ -110,11 +113,22 @@ class RunningRequests:
     """
 
     def __init__(
-        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, device: torch.device
+        self, config: RetrievalConfig, capacity: int, heads: RetrievalHeads, device: torch.device
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
-        self._reader = RequestReader(config)
-        self.retrieval_heads = retrieval_heads
+        self._reader, self._heads = RequestReader(config), heads
+        self.room, self.retrieval_heads = heads.room, heads.room.heads
+        if config.memory_fraction is not None:
+            config.budget_of_share(0, heads.dense_share, config.method)  # refuses what cannot be
+        self._selected: np.ndarray | None = None
+        self._counts: StagedWriteTensor | None = None
+        if self.room.allotments:
+            shape = capacity, self.retrieval_heads
+            self._selected = np.zeros(shape, dtype=np.int32)
+            self._counts = StagedWriteTensor(shape, dtype=torch.int32, device=device)
+        # Units of selection in a page, by the number of the method.
+        units = [config.page_size if m.per_token else 1 for m in config.methods.values()]
+        self._units = np.array(units, dtype=np.int64)
         self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
@@ -136,10 +150,24 @@ class RunningRequests:
         self._tables.append(table)
         return DeviceRequests(table.gpu, self.corrected)
 
+    def counts_of(self, name: str) -> torch.Tensor | None:
+        """int32 [capacity, kv_heads], on the device; the units that each KV head of a layer selects
+        for the request of a seat. None: all heads select equally many."""
+        return None if self._counts is None else self._counts.gpu[:, self._heads.places[name]]
+
     def admit(self, req_id: str, seat: int, note: Note) -> None:
         """Give a request its seat, and stage its options."""
         record = self._records[seat]
-        write_options(record, read_options(req_id, note.extra_args, self._reader), self.config)
+        options = read_options(req_id, note.extra_args, self._reader)
+        if self.config.memory_fraction is not None and not options.own_budget:
+            share = self._heads.dense_share
+            tokens = self.config.budget_of_share(note.prompt, share, options.method)
+            options = replace(options, budget=self.config.page_budget(tokens, options.method))
+        write_options(record, options, self.config)
+        if self._counts is not None:
+            assert self._selected is not None
+            self._selected[seat] = self.room.counts(options.method, options.budget)
+            self._counts.stage_write(seat, 0, self._selected[seat].tolist())
         row = np.zeros(COLUMNS, dtype=np.int32)
         for column, name in COLUMNS_OF_SEATS.items():
             number = record[name]
@@ -153,6 +181,8 @@ class RunningRequests:
         """Write the staged options to the device, before the step that needs them."""
         for table in self._tables:
             table.apply_write()
+        if self._counts is not None:
+            self._counts.apply_write()
 
     def leave(self, req_id: str) -> None:
         """Take back the seat of a request that has finished or is interrupted, if it has one."""
@@ -176,7 +206,7 @@ class RunningRequests:
         """Note a step's requests and count the step."""
         self.batch = batch
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
-        attended = self._budgets(batch.seats) * self.retrieval_heads
+        attended = self._attended(batch.seats, pages)
         booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self.counts += booked.sum(0, dtype=np.int64)
         lists = batch.seats.tolist(), batch.lens.tolist(), booked
@@ -229,6 +259,17 @@ class RunningRequests:
     def _exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""
         return self._records["exact"][seats]
+
+    def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """int64 [n]; units that a sparse step attends to, in contexts of ``pages`` pages."""
+        if self._selected is None:
+            return self._budgets(seats) * self.retrieval_heads
+        records = self._records[seats]
+        units = self._units[records["method"]]
+        always = (records["sink"] + records["window"]).astype(np.int64)
+        between = (pages - always) * units
+        selected = np.minimum(self._selected[seats], between[:, None]).sum(1, dtype=np.int64)
+        return always * self.retrieval_heads + selected // units
 
     def _budgets(self, seats: np.ndarray) -> np.ndarray:
         """int64 [n]; pages."""

@@ -14,6 +14,7 @@ from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
+from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import (
     RetrievalLayers,
@@ -186,6 +187,13 @@ class RetrievalModelRunner(GPUModelRunner):
         """The roles of the layers by name, once the model is loaded; empty if all do alike."""
         return roles_of_layers(self.vllm_config, self.retrieval_config, self.get_kv_cache_spec())
 
+    @functools.cached_property
+    def heads(self) -> RetrievalHeads:
+        """The KV heads of the layers that retrieve."""
+        specs, rank = self.get_kv_cache_spec(), self.vllm_config.parallel_config.rank
+        names = self.retrieving(specs)
+        return RetrievalHeads(self.vllm_config, self.retrieval_config, specs, names, rank)
+
     def retrieving(self, names: Iterable[str]) -> list[str]:
         """The layers that attend to parts of long contexts."""
         return retrieving(self.retrieval_config, self.roles, names)
@@ -196,8 +204,7 @@ class RetrievalModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         attn_groups = itertools.chain.from_iterable(self.attn_groups)
         groups = groups_that_retrieve(config, self.roles, attn_groups)
-        heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)
-        self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
+        self.running = RunningRequests(config, self.max_num_reqs, self.heads, self.device)
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = None if tiers is None else self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]

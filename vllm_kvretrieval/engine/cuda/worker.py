@@ -87,6 +87,7 @@ class RetrievalGPUWorker(Worker):
         fixed = fixed_bytes(
             config,
             self.model_runner.roles,
+            self.model_runner.heads.room,
             self.vllm_config.compilation_config.static_forward_context,
             self.scheduler_config.max_num_seqs,
             self.model_config.max_model_len,

@@ -1,5 +1,7 @@
 """Records of page indexes, built from the keys in the cache."""
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -27,9 +29,8 @@ KINDS: dict[type[Index], int] = {
     Bounding: 4,
     Representative: 5,
     Exact: 6,
-    OneBit: 7,
 }
-"""Indexes that there are kernels for; their numbers there."""
+"""Indexes by which pages are scored; their numbers in kernels. Tokens are scored by ``OneBit``."""
 
 MIN_MAX = tl.constexpr(KINDS[MinMax])
 MEAN = tl.constexpr(KINDS[Mean])
@@ -117,20 +118,25 @@ def elements(store: IndexRecords) -> torch.Tensor:
     return store.records if isinstance(store.index, LowRank) else store.records.view(store.dtype)
 
 
-def check_store(store: IndexRecords, cache: torch.Tensor | None = None) -> None:
+def check_store(
+    store: IndexRecords,
+    cache: torch.Tensor | None = None,
+    kinds: Collection[type[Index]] = (*KINDS, OneBit),
+) -> None:
     """Refuse a store that the kernels cannot serve.
 
     Args:
         store: It.
         cache: What it has to be over; None: its own.
+        kinds: Indexes that are served; by default all that are built.
 
     Raises:
         ValueError: Says what is wrong.
     """
     if store.index is None:
         return
-    if type(store.index) not in KINDS:
-        known = ", ".join(kind.name for kind in KINDS)
+    if type(store.index) not in kinds:
+        known = ", ".join(kind.name for kind in kinds)
         raise ValueError(f"there is no kernel for index={store.index.name}; use one of {known}")
     if store.cache is None or (cache is not None and store.cache.data_ptr() != cache.data_ptr()):
         raise ValueError("the index is not over the cache that is written")

@@ -1,4 +1,4 @@
-"""Records of one bit per token and channel, and scores of tokens or entries by them (FIER)."""
+"""Records of one bit per token and channel, and scores of tokens by them (FIER)."""
 
 import math
 
@@ -103,7 +103,6 @@ def _score_bits_kernel(
     score_stride,
     kv_heads,
     NUMBER: tl.constexpr,
-    TOKENS: tl.constexpr,  # whether tokens are scored; else entries are
     RECORD: tl.constexpr,  # elements
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -123,7 +122,6 @@ def _score_bits_kernel(
         return
     PARTS: tl.constexpr = PAGE // ENTRY
     BLOCKS: tl.constexpr = DIMS // _BLOCK
-    COUNT: tl.constexpr = TILE * (ENTRY if TOKENS else 1)
     entries = tl.load(seq_lens + row) // ENTRY
     members = tl.arange(0, MEMBERS)
     dims = tl.arange(0, DIMS)
@@ -154,12 +152,8 @@ def _score_bits_kernel(
         k = tl.where(upper, high[:, :, None], low[:, :, None])  # the keys, rounded to either
         k = tl.reshape(k, [DIMS, TILE * ENTRY])
         scored = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
-        if not TOKENS:
-            scored = tl.reshape(scored, [MEMBERS, TILE, ENTRY])
-            top = tl.max(scored, 2)
-            scored = top + tl.log2(tl.sum(tl.exp2(scored - top[:, :, None]), 2))
-        place = tile * COUNT + tl.arange(0, COUNT)
-        there = place < entries * (COUNT // TILE)
+        place = tile * (TILE * ENTRY) + tl.arange(0, TILE * ENTRY)
+        there = place < entries * ENTRY
         scored = tl.where(there[None, :] & (scored == scored), scored, float("-inf"))
         highest = tl.maximum(best, tl.max(scored, 1))
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -181,17 +175,15 @@ def score_bits(
     scale: float,
     plan: DevicePlan,
     *,
-    tokens: bool,
     stages: int = 2,
 ) -> None:
-    """Score the rows of method ``number``; see ``scores.score_entries``.
+    """Score the tokens of the rows of a method, and find what the scores add up to.
 
     Args:
         query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
-        number: Of the method.
+        number: The number of the method.
         store: The index.
         scale: Softmax scale.
-        tokens: Whether single tokens get scores; else entries do.
         stages: Tiles that are on their way at once.
     """
     records = store.records.view(store.dtype)
@@ -212,7 +204,6 @@ def score_bits(
         plan.scores.stride(1),
         store.kv_heads,
         NUMBER=number,
-        TOKENS=tokens,
         RECORD=records.shape[2],
         GROUP=group,
         HEAD_SIZE=store.head_size,

@@ -19,11 +19,9 @@ from vllm_kvretrieval.kernels.triton.index import (
     elements,
 )
 from vllm_kvretrieval.kernels.triton.low_rank import score_low_rank
-from vllm_kvretrieval.kernels.triton.one_bit import score_bits
-from vllm_kvretrieval.kernels.types import IndexRecords
+from vllm_kvretrieval.kernels.types import Chooser
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
-from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 
 LOG2_E = math.log2(math.e)
 MEMBERS = 16
@@ -182,28 +180,17 @@ def score_entries(
     rows: DeviceRows,
     requests: DeviceRequests,
     number: int,
-    store: IndexRecords,
-    scale: float,
+    chooser: Chooser,
     plan: DevicePlan,
     *,
     stages: int = 3,
 ) -> None:
     """Score the entries of the rows that have this chooser, and find what the scores add up to.
 
-    The second dimension of ``plan.stats`` is the number of programs per (row, KV head).
-
-    Args:
-        query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
-        number: The number of the chooser.
-        store: Its index.
-        scale: Softmax scale.
-        stages: Tiles that are on their way at once.
+    The last dimension but one of ``plan.stats`` is the number of programs per (row, KV head).
     """
-    index = store.index
+    store, index = chooser.store, chooser.store.index
     assert index is not None
-    if isinstance(index, OneBit):
-        score_bits(query, rows, requests, number, store, scale, plan, tokens=False)
-        return
     rank = (
         index.directions(store.head_size, store.entry_tokens) if isinstance(index, LowRank) else 0
     )
@@ -221,7 +208,7 @@ def score_entries(
         requests.table,
         plan.scores,
         plan.stats,
-        scale * LOG2_E,
+        chooser.scale * LOG2_E,
         query.stride(0),
         rows.block_table.stride(0),
         plan.scores.stride(1),

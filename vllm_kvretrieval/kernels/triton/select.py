@@ -13,7 +13,7 @@ from vllm_kvretrieval.kernels.triton.checks import (
     check_requests,
     check_rows,
 )
-from vllm_kvretrieval.kernels.triton.index import check_store
+from vllm_kvretrieval.kernels.triton.index import KINDS, check_store
 from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
@@ -200,7 +200,7 @@ def plan_decode(
     for number, chooser in enumerate(choosers):
         store = chooser.store
         if store.index is not None:
-            score_entries(query, rows, requests, number, store, chooser.scale, plan)
+            score_entries(query, rows, requests, number, chooser, plan)
         parts = store.parts if store.index is not None else 1
         pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
         most = max(triton.next_power_of_2(pages), 16)
@@ -269,7 +269,7 @@ def _check(
     pairs = len(rows) * kv_heads
     for chooser in choosers:
         own = chooser.store
-        check_store(own)
+        check_store(own, kinds=KINDS)
         if chooser.selection is not selection or (own.kv_heads, own.page_size) != (
             kv_heads,
             store.page_size,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.triton.checks import (
+    check_counts,
     check_heads,
     check_list,
     check_requests,
@@ -17,7 +18,7 @@ from vllm_kvretrieval.kernels.triton.index import check_store
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.pooling import pool_highest, pool_pages
 from vllm_kvretrieval.kernels.triton.rows import selecting
-from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.triton.scores import LEAST_DIMS, LOG2_E, MEMBERS, TILE
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
@@ -35,6 +36,70 @@ _SINK = tl.constexpr(int(Column.SINK))
 _WINDOW = tl.constexpr(int(Column.WINDOW))
 _SELECT = tl.constexpr(int(Column.SELECT))
 _HIGH_BIT = tl.constexpr(-0x80000000)
+
+
+@triton.jit
+def _score_tokens_kernel(
+    query,
+    cache,
+    block_table,
+    seats,
+    seq_lens,
+    choosers,
+    table,
+    scores,
+    stats,
+    scale_log2,  # softmax scale for exponentials to base 2
+    query_stride,
+    table_stride,
+    score_stride,
+    kv_heads,
+    NUMBER: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIMS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scores of all tokens of contexts by their keys."""
+    pair = tl.program_id(0)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    if selecting(row, seats, seq_lens, choosers, table, NUMBER, PAGE) == 0:
+        return
+    length = tl.load(seq_lens + row)
+    members = tl.arange(0, MEMBERS)
+    dims = tl.arange(0, DIMS)
+    in_group = members < GROUP
+    in_head = dims < HEAD_SIZE
+    of_query = query + row.to(tl.int64) * query_stride
+    of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
+    q = tl.load(of_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
+    pages = block_table + row.to(tl.int64) * table_stride
+    best = tl.full([MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    for tile in tl.range(program, tl.cdiv(length, TILE), programs, num_stages=STAGES):
+        token = tile * TILE + tl.arange(0, TILE)
+        valid = token < length
+        page = tl.load(pages + token // PAGE, mask=valid, other=0).to(tl.int64)
+        keys = ((page * kv_heads + head) * PAGE + token % PAGE) * (2 * HEAD_SIZE)
+        read = in_head[:, None] & valid[None, :]
+        k = tl.load(cache + keys[None, :] + dims[:, None], mask=read, other=0.0)
+        scored = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
+        scored = tl.where(valid[None, :] & (scored == scored), scored, float("-inf"))
+        highest = tl.maximum(best, tl.max(scored, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(scored - base[:, None]), 1)
+        best = highest
+        to = scores + (pair.to(tl.int64) * GROUP + members)[:, None] * score_stride
+        tl.store(to + token[None, :], scored, mask=in_group[:, None] & valid[None, :])
+    to = stats + (pair * programs + program).to(tl.int64) * (2 * GROUP) + members
+    tl.store(to, best, mask=in_group)
+    tl.store(to + GROUP, total, mask=in_group)
 
 
 @triton.jit
@@ -107,12 +172,15 @@ def _rank_kernel(
     choosers,
     table,
     corrected,
+    counts,
     lists,
     lengths,
     table_stride,
     score_stride,
     list_stride,
+    counts_stride,
     kv_heads,
+    COUNTED: tl.constexpr,  # whether KV heads select as many as the counts say
     NUMBERS: tl.constexpr,  # bits of the methods whose rows are listed
     SHARED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -128,15 +196,22 @@ def _rank_kernel(
     own = (chooser >= 0) & (((NUMBERS >> tl.maximum(chooser, 0)) & 1) != 0)
     seat = tl.load(seats + row)
     options = table + seat * _COLUMNS
+    length = tl.load(seq_lens + row)
     sink = tl.load(options + _SINK, mask=own, other=0) * PAGE
-    window = tl.load(options + _WINDOW, mask=own, other=0) * PAGE
     select = tl.load(options + _SELECT, mask=own, other=0) * PAGE
+    # Windows of methods of tokens have as many tokens; others have the last pages.
+    window = tl.load(options + _WINDOW, mask=own, other=0)
+    end = length - window * PAGE
+    end = tl.where(select > 0, end, (tl.cdiv(length, PAGE) - window) * PAGE)
+    window = length - end
+    if COUNTED:
+        count = tl.load(counts + seat.to(tl.int64) * counts_stride + first, mask=own, other=0)
+        select = tl.where(select > 0, tl.minimum(count, end - sink), 0)
     total = tl.where(own, sink + select + window, -1)
     for head in tl.range(heads):
         tl.store(lengths + pair + head, total)
     if own == 0:
         return
-    end = tl.load(seq_lens + row) - window
     of_row = block_table + row.to(tl.int64) * table_stride
     lists += pair * list_stride
     for begin in tl.range(0, sink + window, TILE):
@@ -156,17 +231,17 @@ def _rank_kernel(
     left = select  # to be found among those that begin so
     least = tl.zeros([], tl.uint32)
     for part in tl.static_range(4):
-        counts = tl.zeros([512], tl.int32)
+        tally = tl.zeros([512], tl.int32)
         for tile in tl.range(tiles):
             keys, counted = _keys(pooled, tile * TILE + tl.arange(0, TILE), sink, end)
             if part > 0:
                 counted = counted & ((keys >> (32 - 8 * part)) == (least >> (32 - 8 * part)))
             digit = ((keys >> (24 - 8 * part)) & 255).to(tl.int32)
-            counts += tl.histogram(tl.where(counted, digit, 256), 512)
-        counts = tl.where(bins < 256, counts, 0)
-        reaching = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+            tally += tl.histogram(tl.where(counted, digit, 256), 512)
+        tally = tl.where(bins < 256, tally, 0)
+        reaching = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
         digit = tl.max(tl.where(reaching >= left, bins, 0), 0)
-        left -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+        left -= tl.sum(tl.where(bins > digit, tally, 0), 0)
         least = least | (digit.to(tl.uint32) << (24 - 8 * part))
 
     found = sink
@@ -212,11 +287,14 @@ def plan_tokens(
             raise ValueError("there is no kernel for max_softmax")
         if store.index is None or len(rows) == 0:
             continue
-        score_bits(query, rows, requests, number, store, chooser.scale, plan, tokens=True)
+        score_bits(query, rows, requests, number, store, chooser.scale, plan)
         of_method = rows, requests, number, store, plan, int(chooser.pooling)
         pool_tokens(*of_method, shared=False, tile_tokens=tile_tokens)
     store = next(iter(choosers.values())).store
-    _rank(rows, requests, choosers, store, plan, tile_tokens, shared=False)
+    counts = next(iter(choosers.values())).selection.counts
+    if counts is not None:
+        check_counts(counts, (len(requests.table), store.kv_heads))
+    _rank(rows, requests, choosers, store, plan, tile_tokens, counts, shared=False)
 
 
 def filter_tokens(
@@ -243,10 +321,51 @@ def filter_tokens(
     if not isinstance(store.index, Exact) or store.entry_tokens != 1:
         raise ValueError("a filter selects by all keys: index=exact, entries of one token")
     if len(rows):
-        score_entries(query, rows, requests, number, store, scale, plan)
+        score_tokens(query, rows, requests, number, store, scale, plan)
         of_method = rows, requests, number, store, plan, int(Pooling.MAX_SOFTMAX)
         pool_tokens(*of_method, shared=True, tile_tokens=tile_tokens)
-    _rank(rows, requests, (number, *others), store, plan, tile_tokens, shared=True)
+    _rank(rows, requests, (number, *others), store, plan, tile_tokens, None, shared=True)
+
+
+def score_tokens(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    store: IndexRecords,
+    scale: float,
+    plan: DevicePlan,
+    *,
+    stages: int = 3,
+) -> None:
+    """Score the tokens of the rows of a method by their keys; see ``one_bit.score_bits``."""
+    programs, _, group = plan.stats.shape[1:]
+    _score_tokens_kernel[(len(rows) * store.kv_heads, programs)](
+        query,
+        store.cache,
+        rows.block_table,
+        rows.seats,
+        rows.seq_lens,
+        rows.choosers,
+        requests.table,
+        plan.scores,
+        plan.stats,
+        scale * LOG2_E,
+        query.stride(0),
+        rows.block_table.stride(0),
+        plan.scores.stride(1),
+        store.kv_heads,
+        NUMBER=number,
+        GROUP=group,
+        HEAD_SIZE=store.head_size,
+        PAGE=store.page_size,
+        DIMS=max(triton.next_power_of_2(store.head_size), LEAST_DIMS),
+        MEMBERS=MEMBERS,
+        TILE=TILE,
+        STAGES=stages,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 def pool_tokens(
@@ -302,6 +421,7 @@ def _rank(
     store: IndexRecords,
     plan: DevicePlan,
     tile_tokens: int,
+    counts: torch.Tensor | None,
     *,
     shared: bool,
 ) -> None:
@@ -316,12 +436,15 @@ def _rank(
         rows.choosers,
         requests.table,
         requests.corrected,
+        requests.table if counts is None else counts,
         plan.lists,
         plan.lengths,
         rows.block_table.stride(0),
         plan.scores.stride(1),
         plan.lists.stride(0),
+        0 if counts is None else counts.stride(0),
         store.kv_heads,
+        COUNTED=counts is not None,
         NUMBERS=sum(1 << number for number in numbers),
         SHARED=shared,
         GROUP=plan.scores.shape[1],

@@ -1,0 +1,58 @@
+"""The KV heads of a worker's layers that retrieve, and what requests get of each."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvretrieval.engine.layers import number_layers
+from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.capacity import Capacity
+
+
+class RetrievalHeads:
+    """The heads, layer after layer.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: Options of the engine.
+        specs: vLLM's KV cache specs of the worker's layers.
+        names: Those that retrieve.
+        rank: The worker's number.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        config: RetrievalConfig,
+        specs: Mapping[str, Any],
+        names: list[str],
+        rank: int,
+    ) -> None:
+        self._vllm_config, self._config, self._rank = vllm_config, config, rank
+        full = number_layers(vllm_config, specs, config)
+        self._heads = {name: specs[name].num_kv_heads for name in full if name in names}
+        self.dense_share = 1 - len(self._heads) / len(full) if full else 0.0
+        """The share of dense layers among those with full attention."""
+
+    @functools.cached_property
+    def places(self) -> dict[str, slice]:
+        """The places of each layer's heads among all."""
+        places, first = dict[str, slice](), 0
+        for name, count in self._heads.items():
+            places[name] = slice(first, first + count)
+            first += count
+        return places
+
+    @functools.cached_property
+    def room(self) -> Capacity:
+        """How many units requests get of the heads."""
+        model, size = self._vllm_config.model_config, self._parallel_size
+        copies = max(1, size // model.get_total_num_kv_heads())  # of each KV head
+        parts = size // copies
+        of_layers = [count * parts for count in self._heads.values()]
+        part = self._rank % size // copies, parts
+        return Capacity(self._config, of_layers, model.max_model_len, part)
+
+    @property
+    def _parallel_size(self) -> int:
+        return int(self._vllm_config.parallel_config.tensor_parallel_size)
