@@ -68,6 +68,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
+            yield f"scores ahead {name}", partial(step.score, ahead=True)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
         yield f"sparse_decode softcap d{head_size}", partial(_decode, head_size, softcap=50.0)
@@ -75,6 +76,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
+    for pages in CONTEXTS:
+        step = Step(MinMax(), COMMON)
+        yield f"select_ahead {pages} pages d{COMMON}", partial(step.select_ahead, pages)
     for pages in CONTEXTS[::2]:
         yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
     for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
@@ -244,11 +248,16 @@ class Step:
         """Records of pages that arrived by other means."""
         kernels.index_pages(torch.zeros(1, dtype=torch.int32), self._store)
 
-    def score(self) -> None:
-        """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
+    def score(self, *, ahead: bool = False) -> None:
+        """One launch of the two of `plan_decode`, or of `select_ahead`."""
+        plan = self.plan(CONTEXTS[1])
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, plan, ahead=ahead)
 
     def select(self, pages: int, positions: bool = False) -> None:
         """The other one is compiled last."""
         plan = self.plan(pages, positions)
         kernels.plan_decode(self._query, _rows(pages), _requests(), [self.chooser], plan)
+
+    def select_ahead(self, pages: int) -> None:
+        """The other one of that."""
+        kernels.select_ahead(_rows(pages), _requests(), 0, self.chooser, self.plan(pages))

@@ -55,7 +55,7 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     return [*made, scored.ScoredLayer(choosers[0])]
 
 
-def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
+def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
     """The families of an engine's methods in a layer of a device, each once.
 
     Args:
@@ -63,7 +63,7 @@ def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> li
         choosers: The layer's, by the number of the method.
     """
     files = {id(file): file for file in map(family_of, methods)}.values()
-    return [file.device_method(choosers) for file in files]  # type: ignore[attr-defined]
+    return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:

@@ -181,8 +181,8 @@ class RetrievalModelRunner(GPUModelRunner):
         heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)
         self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
-        side = None if tiers is None else self.make_side(self.device)
-        kept.attach(groups, layers, tiers, side, is_profiling=is_profiling)
+        side = self.make_side(self.device)
+        kept.attach(groups, layers, side, tiers, is_profiling=is_profiling)
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
