@@ -188,7 +188,7 @@ def _attached(
         slots = BUDGETS * config.budget_limit // config.page_size
         tiers = SimpleNamespace(staged=1, seats=batch, capacity=slots)
     layer = SimpleNamespace(impl=impl, kv_cache=cache)
-    kept.attach([(builder, [LAYER])], {LAYER: layer}, tiers, noted if tiers else None)
+    kept.attach([(builder, [LAYER])], {LAYER: layer}, noted, tiers)
     return impl
 
 

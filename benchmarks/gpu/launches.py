@@ -71,6 +71,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
+            yield f"scores ahead {name}", partial(step.score, ahead=True)
         step = Step(OneBit(), head_size)
         yield f"index one_bit {size}", step.build
         yield f"scores one_bit tokens {size}", step.score_tokens
@@ -88,6 +89,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
+    for pages in CONTEXTS:
+        step = Step(MinMax(), COMMON)
+        yield f"select_ahead {pages} pages d{COMMON}", partial(step.select_ahead, pages)
     for pages in CONTEXTS[::2]:
         yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
     for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
@@ -260,9 +264,10 @@ class Step:
         """Records of pages that arrived by other means."""
         kernels.index_pages(torch.zeros(1, dtype=torch.int32), self._store)
 
-    def score(self) -> None:
-        """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
+    def score(self, *, ahead: bool = False) -> None:
+        """One launch of the two of `plan_decode`, or of `select_ahead`."""
+        plan = self.plan(CONTEXTS[1])
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, plan, ahead=ahead)
 
     def score_tokens(self) -> None:
         """The first launch of `plan_tokens`, or of `filter_tokens`."""
@@ -288,3 +293,7 @@ class Step:
         """The other one is compiled last."""
         plan = self.plan(pages, positions)
         kernels.plan_decode(self._query, _rows(pages), _requests(), [self.chooser], plan)
+
+    def select_ahead(self, pages: int) -> None:
+        """The other one of that."""
+        kernels.select_ahead(_rows(pages), _requests(), 0, self.chooser, self.plan(pages))

@@ -18,7 +18,13 @@ from tests.spec import slots as slots_reference
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import count_programs
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, Selection
@@ -78,6 +84,8 @@ class LayerStep:
                 device=self.device,
                 positions=side is not None,
             )
+            scores, stats = (torch.empty_like(of) for of in (self.plan.scores, self.plan.stats))
+            self.room = ScoreRoom(scores, stats)
             self.partial = DecodeWorkspace.empty(
                 rows=pairs,
                 splits=splits,
@@ -193,10 +201,14 @@ class LayerStep:
         kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
 
     def _score(self, layer: Layer) -> None:
-        score_entries(layer.query, layer.rows, self.requests, 0, layer.chooser, self.plan)
+        of_layer = layer.query, layer.rows, self.requests, 0, layer.chooser
+        score_entries(*of_layer, self.room, ahead=True)
 
     def _plan(self, layer: Layer) -> None:
         kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
+
+    def _select_ahead(self, layer: Layer) -> None:
+        kernels.select_ahead(layer.rows, self.requests, 0, layer.chooser, self.room)
 
     def _resolve(self, layer: Layer) -> None:
         assert layer.residency is not None
@@ -332,7 +344,8 @@ class LayerStep:
         ops = {
             "write_kv": self._op(self._write, tokens, bus=False),
             "score": self._op(self._score, entries * (record + 4 * group)),
-            "plan_decode": self._op(self._plan, entries * (record + 12 * group)),
+            "plan_decode": self._op(self._plan, 0),
+            "select_ahead": self._op(self._select_ahead, entries * (record + 12 * group)),
         }
         if far:
             slots = batch * shape.kv_heads * BUDGETS * self.budget.total
@@ -377,21 +390,26 @@ class LayerStep:
         kernels.prepare_rows(layer.rows, self.requests, self.page, far=far)
 
     def _step(self, layer: Layer) -> None:
-        """A layer's step as in the engine, with recall ahead on the side."""
+        """A layer's step as in the engine, with what is ahead on the side, if there is one."""
         self._write(layer)
         if self.side is not None:
             self._write_tail(layer)
         self._plan(layer)
+        looks_ahead = self.config.own.speculates
         if self.side is None:
+            if looks_ahead:
+                self._select_ahead(layer)
             self._attend(layer)
             return
         self._resolve(layer)
         self._recall_missed(layer)
 
         def ahead() -> None:
+            self._select_ahead(layer)
             self._resolve_ahead(layer)
             self._recall_early(layer)
 
-        self.side.submit(ahead)
+        if looks_ahead:
+            self.side.submit(ahead)
         self._attend(layer)
         self.side.wait()

@@ -67,6 +67,9 @@ come in short tiles. Guesses."""
 RANK, READS_OF_RANK, OF_UNIT = 10.0, 5, 100e9
 """us of ranking tokens beside its reads, how often it reads the scores, and the bytes per second
 that a multiprocessor reads of the L2 cache. Guesses."""
+CORRECTED = {0.9: 0.63, 0.8: 0.25}
+"""Share of KV heads that select before attention, by the threshold below which they do: as measured
+with small models on CPUs (docs/papers.md)."""
 SELECT = 10.0, 15.0
 """us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
@@ -145,7 +148,18 @@ class Sizes:
         own = self.config.own
         if not self.selects or own.index is None:
             return 0
-        return self.batch * self.shape.kv_heads * (self.context // own.entry_tokens)
+        return self.lists * (self.context // own.entry_tokens)
+
+    @property
+    def lists(self) -> int:
+        """Of all rows and KV heads."""
+        return self.batch * self.shape.kv_heads
+
+    def choosing(self, launch: Launch) -> float:
+        """The share of the KV heads that select by a launch."""
+        own = self.config.own
+        corrected = CORRECTED[own.correction_threshold] if own.speculates else 1.0
+        return 1 - corrected if launch.side else corrected
 
 
 def record_bytes(sizes: Sizes) -> int:
@@ -169,10 +183,10 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
         case "_write_tail_kernel":
             return 2 * sizes.batch * sizes.token_bytes
-        case "_score_kernel":
-            return sizes.entries * (record_bytes(sizes) + 4 * group)
+        case "_score_kernel" if values["NUMBER"] == 0:
+            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 4 * group)
         case "_select_kernel" if values["NUMBER"] == 0:
-            return sizes.entries * 4 * group
+            return sizes.choosing(launch) * sizes.entries * 4 * group
         case "_score_bits_kernel":
             return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
         case "_pool_kernel":
@@ -194,7 +208,7 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
 
 def _score(launch: Launch, sizes: Sizes) -> float:
     share = SCORE_SHARE.get(launch.values.get("KIND"), 0.9)
-    return SCORE + us(sizes.entries * record_bytes(sizes)) / share
+    return SCORE + us(sizes.choosing(launch) * sizes.entries * record_bytes(sizes)) / share
 
 
 def _select(launch: Launch, sizes: Sizes) -> float:
@@ -207,7 +221,9 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     at_once = UNITS * programs(ARCH, [*used[:3], warps])
     few, many = SELECT
     wave = few + many * pages / 4096 * (16 / warps) ** 0.5
-    return wave * -(-math.prod(launch.grid) // at_once)
+    share = sizes.choosing(launch)
+    some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
+    return IDLE + some * (wave * math.ceil(share * sizes.lists / at_once) - IDLE)
 
 
 def _pool(launch: Launch, sizes: Sizes) -> float:
@@ -241,7 +257,7 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
         return FIXED[launch.kernel]
     if launch.kernel == "_recall_kernel":
         return RECALL + us(must_move(launch, sizes), BUS)
-    works = sizes.selects if launch.kernel != "_sparse_decode_kernel" else sizes.listed
+    works = sizes.entries if launch.kernel != "_sparse_decode_kernel" else sizes.listed
     if not works or launch.values.get("NUMBER"):
         return IDLE
     ops: dict[str, Callable[[Launch, Sizes], float]] = {
@@ -260,8 +276,9 @@ def launches_of(launch: Launch) -> int:
     return 2 if launch.kernel == DENSE_HALF else 1
 
 
-def layer_us(sizes: Sizes) -> tuple[float, float]:
-    """A retrieval layer: on the path, and beside the model."""
+def layer_us(sizes: Sizes) -> tuple[float, float, float]:
+    """A retrieval layer: on the path, and beside the model, where it takes device memory's time
+    from the model, the last one."""
     launches = decode_step(
         sizes.config, batch=sizes.batch, context=sizes.context, units=UNITS, shape=sizes.shape
     )
@@ -269,7 +286,8 @@ def layer_us(sizes: Sizes) -> tuple[float, float]:
         sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
         for side in (False, True)
     )
-    return path, beside
+    shared = (e for e in launches if e.side and e.kernel != "_recall_kernel")
+    return path, beside, sum(us(must_move(e, sizes)) for e in shared)
 
 
 OPS = {
@@ -279,6 +297,8 @@ OPS = {
     ("_write_tail_kernel", False): "write_tail",
     ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
+    ("_score_kernel", True): "select_ahead",
+    ("_select_kernel", True): "select_ahead",
     ("_resolve_kernel", False): "resolve",
     ("_resolve_kernel", True): "resolve_ahead",
     ("_recall_kernel", False): "recall",
@@ -332,7 +352,8 @@ class Model:
     def step_us(self, config: RetrievalConfig | None, batch: int, context: int) -> float:
         """A decode step; of stock vLLM without options.
 
-        What is beside the model costs nothing as long as all of it takes less than the step.
+        What is beside the model costs what it moves in device memory, and nothing else as long as
+        all of it takes less than the step.
         """
         number, each = SMALL
         small = self.layers * number * (each + GAP) * (1 + CROWD * batch)
@@ -341,9 +362,10 @@ class Model:
         dense = STOCK_WRITE + GAP + dense_us(sizes) + 2 * GAP
         if config is None:
             return around + self.layers * dense
-        path, beside = layer_us(sizes)
+        path, beside, shared = layer_us(sizes)
         retrieving = self.layers - config.dense_layers
-        return max(around + retrieving * path + config.dense_layers * dense, retrieving * beside)
+        taken = around + retrieving * (path + shared) + config.dense_layers * dense
+        return max(taken, retrieving * beside)
 
     def cache_gib(self, batch: int, context: int) -> float:
         """The KV cache of requests."""

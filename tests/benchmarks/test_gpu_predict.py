@@ -39,14 +39,14 @@ def test_a_launch_more_is_seen(monkeypatch):
 def test_what_is_beside_the_model_is_counted_apart():
     launches = counted.decode_step(of("host"), batch=1, context=131072, units=132)
     beside = [launch.kernel for launch in launches if launch.side]
-    assert beside == ["_resolve_kernel", "_recall_kernel"]
+    assert beside == ["_score_kernel", "_select_kernel", "_resolve_kernel", "_recall_kernel"]
     assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
 
 
 def test_every_op_of_a_layer_is_predicted():
     """By the names under which a layer is measured."""
     near, far = (predict.op_us(home, 8, 131072) for home in ("device", "host"))
-    assert set(near) == {"write_kv", "plan_decode", "sparse_decode"}
+    assert set(near) == {"write_kv", "plan_decode", "select_ahead", "sparse_decode"}
     assert set(far) == {
         *near, "write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"
     }  # fmt: skip

@@ -6,7 +6,14 @@ from dataclasses import replace
 import torch
 
 from tests.spec import ops as reference
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
+from vllm_kvretrieval.kernels.reference.plan import entry_count, select_units, turned
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, Selection
 
@@ -62,7 +69,7 @@ def plan_decode(
         own = (rows.choosers == number).nonzero()[:, 0]
         step = _step(own, rows, requests, size, kv_heads)
         if len(own):
-            reference.plan_decode(query[own], step, chooser)
+            _plan_now(query[own], step, chooser)
         for i, row in enumerate(own.tolist()):
             for head in range(kv_heads):
                 pair, found = row * kv_heads + head, i * kv_heads + head
@@ -72,6 +79,48 @@ def plan_decode(
                     pages = rows.block_table[row, : -(-int(step.seq_lens[i]) // size)]
                     listed = (pages == listed[:, None] // kv_heads).int().argmax(1)
                 plan.lists[pair, : len(listed)] = listed
+
+
+def _plan_now(query: torch.Tensor, step: DecodeRows, chooser: Chooser) -> None:
+    """Plan as the CPU does, but for selections that no head attends to in this step."""
+    selection, shape = chooser.selection, (chooser.store.kv_heads, chooser.group, -1)
+    former = selection.chosen.clone()
+    for row, seat in enumerate(step.seats.tolist()):
+        if step.mode[row] == Mode.SELECT and step.select[row] > 0:
+            now, before = (q.view(shape) for q in (query[row], selection.query[seat]))
+            fresh, threshold = bool(step.fresh[row]), float(step.numbers["threshold"][row])
+            corrected = [fresh or turned(*of, threshold) for of in zip(now, before, strict=True)]
+            selection.corrected[seat] = torch.tensor(corrected)
+    reference.plan_decode(query, step, chooser)
+    for row, seat in enumerate(step.seats.tolist()):
+        if step.mode[row] == Mode.SELECT and step.select[row] > 0:
+            waits = selection.corrected[seat] == 0
+            selection.chosen[seat, waits] = former[seat, waits]
+
+
+def select_ahead(
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    chooser: Chooser,
+    room: ScoreRoom,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.select_ahead`."""
+    store, selection = chooser.store, chooser.selection
+    own = (rows.choosers == number).nonzero()[:, 0]
+    step = _step(own, rows, requests, store.page_size, store.kv_heads)
+    for row, seat in enumerate(step.seats.tolist()):
+        select, length = int(step.select[row]), int(step.seq_lens[row])
+        if select == 0:
+            continue
+        pages = step.block_table[row, : -(-length // store.page_size)].long()
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
+        entries = entries[: entry_count(length, store)]
+        between = int(step.sink[row]), len(pages) - int(step.window[row])
+        asked = selection.query[seat].view(store.kv_heads, chooser.group, -1).float()
+        for head in (selection.corrected[seat] == 0).nonzero()[:, 0].tolist():
+            best, _ = select_units(asked[head], entries, head, chooser, between, select, False)
+            selection.chosen[seat, head, :select] = best
 
 
 def plan_tokens(

@@ -18,6 +18,7 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
+    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index import pack, unpack
@@ -48,6 +49,7 @@ class Layer:
         self.selection = Selection(
             torch.full((seats, kv_heads * group, head_size), 3.0, dtype=dtype, device=device),
             torch.zeros(seats, kv_heads, 9, dtype=torch.int32, device=device),
+            corrected=torch.zeros(seats, kv_heads, dtype=torch.int32, device=device),
         )
         self.choosers = []
         for index, entry, pooling in methods:
@@ -64,8 +66,9 @@ class Layer:
             rows=rows, kv_heads=kv_heads, group=group, entries=entries, width=16, programs=3,
             device=device, positions=positions,
         )  # fmt: skip
-        self.plan.scores.fill_(float("nan"))
-        self.plan.stats.fill_(float("nan"))
+        self.room = ScoreRoom(*map(torch.empty_like, (self.plan.scores, self.plan.stats)))
+        for tensor in self.plan.scores, self.plan.stats, self.room.scores, self.room.stats:
+            tensor.fill_(float("nan"))
 
     @property
     def indexes(self):
@@ -82,6 +85,13 @@ class Layer:
         arguments = query.to(self.device), moved, self.requests, self.choosers, self.plan
         self.ops.plan_decode(*arguments, **self.options)
         return moved
+
+    def look_ahead(self, rows):
+        """What is beside attention, by the rows that :meth:`step` returns."""
+        for number, chooser in enumerate(self.choosers):
+            if chooser.store.index is not None:
+                arguments = rows, self.requests, number, chooser, self.room
+                self.ops.select_ahead(*arguments, **self.options)
 
 
 def decode_steps(
@@ -163,6 +173,7 @@ def decode_steps(
 
     write_prompts(range(rows))
     query = torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    ahead = 0
     for step in range(steps):
         if step == 2:  # another request, in the place and the pages of one that has finished
             tables[0] = tables[0].flip(0)
@@ -185,6 +196,12 @@ def decode_steps(
         for name in ("choosers", "fresh", "dense_lens"):
             assert torch.equal(getattr(expected, name), getattr(actual, name).cpu()), name
         same_plans(layers, expected, step)
+        former = layers[0].selection.chosen.clone()
+        for layer, of_step in zip(layers, (expected, actual), strict=True):
+            layer.look_ahead(of_step)
+        same_plans(layers, expected, step)
+        ahead += not former.equal(layers[0].selection.chosen)
+    assert bool(ahead) == (threshold < 1 and steps > 1), "some heads select beside attention"
     assert layers[0].requests.corrected.sum() > 0
     assert (layers[0].plan.lengths > 0).any()
 
@@ -261,9 +278,16 @@ def long_contexts(
         pages.view(rows, longest), *torch.empty(3, rows, dtype=torch.int32),
     )  # fmt: skip
     query = torch.randn(rows, group, head_size).to(dtype)
-    expected, _ = (layer.step(in_rows, query, False) for layer in layers)
+    steps = [layer.step(in_rows, query, False) for layer in layers]
+    expected = steps[0]
     assert (expected.choosers == 0).all()
     same_plans(layers, expected, 0)
+    chosen = layers[0].selection.chosen.clone()
+    for layer, of_step in zip(layers, steps, strict=True):  # selects the same anew
+        layer.selection.corrected.zero_()
+        layer.selection.chosen.zero_()
+        layer.look_ahead(of_step)
+        assert torch.equal(layer.selection.chosen.cpu(), chosen)
 
 
 def token_steps(
@@ -378,7 +402,9 @@ def same_plans(layers, rows, step):
         assert torch.equal(a, b), (step, pair, a, b)
     assert torch.equal(ours.requests.table, theirs.requests.table.cpu())
     assert torch.equal(ours.requests.corrected, theirs.requests.corrected.cpu())
-    assert torch.equal(ours.selection.query, theirs.selection.query.cpu())
+    for name in ("query", "corrected"):
+        kept = (getattr(layer.selection, name).cpu() for layer in layers)
+        assert torch.equal(*kept), (step, name)
     for row, chooser in enumerate(rows.choosers.tolist()):
         if chooser >= 0:
             seat = int(rows.seats[row])

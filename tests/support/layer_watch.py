@@ -59,7 +59,7 @@ class Context:
         return build(keys.unflatten(0, (-1, store.entry_tokens)), store)
 
     def plan(self, query: torch.Tensor, held: Selection) -> DevicePlan:
-        """The pages that the row's query attends to, by positions.
+        """The pages that the row's query attends to, by positions, and selects for the next step.
 
         Args:
             query: [heads, head_size].
@@ -70,7 +70,8 @@ class Context:
             store.index, store.entry_tokens, self.records(), store.page_size, store.head_size,
             store.dtype, self.cache, "token_major",
         )  # fmt: skip
-        selection = Selection(held.query[seat], held.chosen[seat])
+        heads = torch.zeros(1, held.chosen.shape[1], dtype=torch.int32)
+        selection = Selection(held.query[seat], held.chosen[seat], corrected=heads)
         chooser = Chooser(own, selection, self.chooser.pooling, self.chooser.scale)
         zero, pages = torch.zeros(1, dtype=torch.int32), len(self.pages)
         rows = DeviceRows(
@@ -83,6 +84,7 @@ class Context:
             programs=1, device="cpu", positions=True,
         )  # fmt: skip
         reference.plan_decode(query[None], rows, requests, [chooser], plan)
+        reference.select_ahead(rows, requests, 0, chooser, plan)
         return plan
 
     def attend(

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.support import device_chain, memory_checks, slot_checks
-from tests.support.side_work import Interleaved
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.system_limits import available_memory
 
@@ -32,10 +31,11 @@ def test_far_units(interpreted):
     interpreted(memory_checks.without_filling, of=slot_checks.far_units)
 
 
-@pytest.mark.parametrize("side", [None, Interleaved])
-def test_a_whole_step(interpreted, side):
-    """From writing to recall ahead, whose launches come between those that it is beside."""
-    interpreted(device_chain.interpreted, side=side)
+@pytest.mark.parametrize("far", [False, True])
+def test_a_whole_step(interpreted, far):
+    """From writing to selection and recall ahead, whose launches come between those that they are
+    beside."""
+    interpreted(device_chain.interpreted, far=far)
 
 
 def test_host_memory_that_is_not_there():

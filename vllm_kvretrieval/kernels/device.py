@@ -102,16 +102,27 @@ class DeviceRows:
 
 
 @dataclass
-class DevicePlan:
-    """The pages, or tokens, that the rows of a layer attend to, and room to select them.
+class ScoreRoom:
+    """Room to score the entries of contexts.
 
-    Layers of one shape share a plan; launches that share it must run one after another. ``N`` is
-    the number of rows times KV heads.
+    Layers of one shape share it; launches that share it must run one after another. ``N`` is the
+    number of rows times KV heads.
 
     Attributes:
         scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
+    """
+
+    scores: torch.Tensor
+    stats: torch.Tensor
+
+
+@dataclass
+class DevicePlan(ScoreRoom):
+    """The pages, or tokens, that rows of a layer attend to, and room to select before attention.
+
+    Attributes:
         lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
             as positions in the context or as units, ``page_id * kv_heads + kv_head``. With tokens,
             the tokens, ``unit * page_size + place in the page``; entries are then tokens, too.
@@ -120,8 +131,6 @@ class DevicePlan:
         positions: Whether ``lists`` holds positions. Otherwise it holds units.
     """
 
-    scores: torch.Tensor
-    stats: torch.Tensor
     lists: torch.Tensor
     lengths: torch.Tensor
     positions: bool = False
@@ -223,12 +232,14 @@ class DeviceOps(Protocol):
         choosers: Sequence[Chooser],
         plan: DevicePlan,
     ) -> None:
-        """List the pages that each (row, KV head) attends to, and remember the step.
+        """List the pages that each (row, KV head) attends to, and remember its query.
 
         Lists of rows with a chooser are those of :meth:`Ops.plan_decode
-        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. A context
-        within its budget that has a chooser is listed as a whole. Bytes moved: the records of the
-        contexts, and scores.
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. KV heads
+        select here if that has them attend to their own selection; others take that of their last
+        step, and have to select in :meth:`select_ahead`. A context within its budget that has a
+        chooser is listed as a whole. Bytes moved: the records of the contexts of heads that select,
+        and scores.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided. Row ``i`` holds the
@@ -242,6 +253,32 @@ class DeviceOps(Protocol):
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
                 is no kernel for an index.
+        """
+        ...
+
+    def select_ahead(
+        self,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        number: int,
+        chooser: Chooser,
+        room: ScoreRoom,
+    ) -> None:
+        """Select for the next step, after :meth:`plan_decode`: beside attention, and layers after.
+
+        Then the selection is what :meth:`Ops.plan_decode
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` leaves. KV heads select by the query that
+        the layer remembers; those that have selected in this step are left alone. Bytes moved: the
+        records of the contexts of the others, and scores.
+
+        Args:
+            rows, requests: As ``plan_decode`` has left them.
+            number: The number of the chooser. Rows with other numbers are left alone.
+            chooser: It has an index; its selection is written at the seats of the rows.
+            room: Not that of :meth:`plan_decode` if the next layer's may run beside this; written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
         """
         ...
 

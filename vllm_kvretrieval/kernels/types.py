@@ -102,12 +102,15 @@ class Selection:
             writes them when a seat is taken, or when a prompt has been read. None: each head
             selects as many as the row says.
         memory: What a rule remembers (:class:`RuleState`), by seat and KV head.
+        corrected: int32 [S, kv_heads]; nonzero: the KV head selected before attention in its last
+            step, and need not select beside it. Only the ops of a device have it.
     """
 
     query: torch.Tensor
     chosen: torch.Tensor
     counts: torch.Tensor | None = None
     memory: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    corrected: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -126,6 +129,7 @@ class Selection:
             torch.empty(seats, kv_heads * group, head_size, dtype=dtype),
             torch.zeros(seats, kv_heads, most_selected, dtype=torch.int32),
             counts,
+            corrected=torch.zeros(seats, kv_heads, dtype=torch.int32),
         )
 
 

@@ -18,7 +18,7 @@ from vllm_kvretrieval.kernels import (
     Selection,
     TokenLists,
 )
-from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
@@ -294,6 +294,22 @@ class DeviceMethod(Protocol):
         Args:
             ops: The device's implementation of the ops that the family needs.
             query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
+        """
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`choose_ahead` has anything to do, whatever the rows are."""
+        ...
+
+    def choose_ahead(
+        self, ops: Any, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """Select for the next step, beside attention and the layers after.
+
+        Args:
+            ops, rows, requests: As :meth:`choose` has left them.
+            room: See :meth:`DeviceOps.select_ahead`.
         """
         ...
 

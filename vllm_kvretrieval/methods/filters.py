@@ -19,7 +19,13 @@ from vllm_kvretrieval.kernels import (
     Ops,
     TokenLists,
 )
-from vllm_kvretrieval.kernels.device import DeviceOps, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    DeviceOps,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -238,7 +244,7 @@ class DeviceFiltered:
         choosers: The layer's, by the number of the method.
     """
 
-    per_token = True
+    per_token, looks_ahead = True, False
 
     def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
         self.selection = choosers[0].selection
@@ -252,6 +258,11 @@ class DeviceFiltered:
         plan: DevicePlan,
     ) -> None:
         """The lists are there."""
+
+    def choose_ahead(
+        self, ops: DeviceOps, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """Nothing is selected here."""
 
 
 group_method = Filtered

@@ -55,7 +55,7 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     return [*made, scored.ScoredLayer(choosers[0])]
 
 
-def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
+def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
     """The families of an engine's methods in a layer of a device, each once.
 
     Args:
@@ -63,10 +63,9 @@ def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> li
             those that select unlike others. Methods that select nothing go with any family.
         choosers: The layer's, by the number of the method.
     """
-    served = list(methods)
-    selecting = [method for method in served if method.selects] or served
+    selecting = [method for method in methods if method.selects] or methods
     files = {id(file): file for file in map(family_of, selecting)}.values()
-    return [file.device_method(served, choosers) for file in files]  # type: ignore[attr-defined]
+    return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:

@@ -8,6 +8,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
 from vllm_kvretrieval.attention.cuda.far import FarLayer
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
@@ -83,6 +84,8 @@ class RetrievalAttentionImpl(AttentionImpl):
         self.indexes: list[IndexRecords] = []
         self.requests: DeviceRequests | None = None
         self.workspace: Workspace | None = None
+        self.side: SideWork | None = None
+        self.is_last = False
         self.units: torch.Tensor | None = None
         self.far: FarLayer | None = None
         self.filter: DeviceFilter | None = None
@@ -95,7 +98,10 @@ class RetrievalAttentionImpl(AttentionImpl):
         cache: torch.Tensor,
         requests: DeviceRequests,
         workspace: Workspace,
+        side: SideWork,
         far: FarLayer | None = None,
+        *,
+        is_last: bool,
     ) -> None:
         """Make this a retrieval layer.
 
@@ -106,13 +112,16 @@ class RetrievalAttentionImpl(AttentionImpl):
             cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             requests: The requests of the layer's group.
             workspace: The workspace that layers of this shape share.
+            side: Runs what is beside the model.
             far: What serves the layer where its cache is in host memory.
+            is_last: Whether no layer of the worker that retrieves comes after this one.
         """
         pages, kv_heads, page_size, row = cache.shape
         for store in (chooser.store for chooser in choosers):
             assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
         self.ops, self.methods, self.choosers, self.requests = ops, methods, choosers, requests
-        self.workspace, self.far = workspace, far
+        self.workspace, self.side, self.far = workspace, side, far
+        self.is_last = is_last
         tokens = any(method.per_token for method in methods)
         self.units = cache.view(-1, 1 if tokens else page_size, row)
         kept = (c.store for c in choosers if c.store.records.numel())
@@ -173,7 +182,9 @@ class RetrievalAttentionImpl(AttentionImpl):
             self._attend_to_selection(query, key, value, step.rows, output)
         if self.far is not None:
             self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
-            self.far.end()
+        if self.is_last:  # the next step reads what is done beside this one
+            assert self.side is not None
+            self.side.wait()
         return output
 
     def _filter(self, query: torch.Tensor, step: RetrievalMetadata) -> None:
@@ -194,16 +205,19 @@ class RetrievalAttentionImpl(AttentionImpl):
     ) -> None:
         assert self.workspace is not None
         assert self.requests is not None
+        assert self.side is not None
         plan, partial, lse = self.workspace.of(len(rows))
+        requests, room = self.requests, self.workspace.ahead(len(rows))
         if self.far is not None:
             self.far.attend_to_selection(
                 query,
                 key,
                 value,
                 rows,
-                self.requests,
+                requests,
                 self.methods,
                 plan,
+                room,
                 partial,
                 lse,
                 self.scale,
@@ -212,7 +226,11 @@ class RetrievalAttentionImpl(AttentionImpl):
             )
             return
         for method in self.methods:
-            method.choose(self.ops, query, rows, self.requests, plan)
+            method.choose(self.ops, query, rows, requests, plan)
+        for method in self.methods:
+            if method.looks_ahead:
+                ahead = method.choose_ahead
+                self.side.submit(lambda ahead=ahead: ahead(self.ops, rows, requests, room))
         pairs = len(lse)
         self.ops.sparse_decode(
             query,

@@ -122,8 +122,8 @@ class RetrievalLayers:
         self,
         groups: Retrieves,
         layers: Mapping[str, Any],
+        side: SideWork,
         tiers: HostTiers | None = None,
-        side: SideWork | None = None,
         *,
         filters: Sequence[str] = (),
         is_profiling: bool = False,
@@ -133,14 +133,14 @@ class RetrievalLayers:
         Args:
             groups: The groups of the worker; a single one if there are ``tiers``.
             layers: vLLM's layers, by name.
+            side: Runs work beside the model.
             tiers: Sizes, if the cache of these layers is in host memory.
-            side: Runs work beside the model, if there are ``tiers``.
             filters: Names of the layers of the only group that list tokens for those after them.
             is_profiling: Whether nothing but graphs are captured, to measure their memory.
         """
+        numbers = [extract_layer_index(name) for _, names in groups for name in names]
         for builder, names in groups:
             if tiers is not None:
-                assert side is not None
                 homes = [layers[name].kv_cache for name in names]
                 rows = self.requests.capacity
                 self.tier = make_tier(
@@ -150,7 +150,8 @@ class RetrievalLayers:
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
                 far = None if self.tier is None else self.tier.far[number]
-                self._attach(name, layers[name], builder, far)
+                is_last = extract_layer_index(name) == max(numbers)
+                self._attach(name, layers[name], builder, side, far, is_last=is_last)
             for name in filters:
                 self._attach_filter(layers[name], builder)
 
@@ -175,7 +176,14 @@ class RetrievalLayers:
             self.ops.index_pages(pages, store)
 
     def _attach(
-        self, name: str, layer: Any, builder: RetrievalMetadataBuilder, far: FarLayer | None
+        self,
+        name: str,
+        layer: Any,
+        builder: RetrievalMetadataBuilder,
+        side: SideWork,
+        far: FarLayer | None,
+        *,
+        is_last: bool,
     ) -> None:
         impl, cache = layer.impl, layer.kv_cache
         choosers = self._choosers(name, impl, cache)
@@ -190,9 +198,9 @@ class RetrievalLayers:
                 self.device,
                 positions=far is not None,
             )
-        methods = device_methods(self.config.methods.values(), choosers)
-        workspace = self._workspaces[shape]
-        impl.attach(self.ops, methods, choosers, cache, builder.table, workspace, far)
+        methods = device_methods(list(self.config.methods.values()), choosers)
+        shared = builder.table, self._workspaces[shape], side
+        impl.attach(self.ops, methods, choosers, cache, *shared, far, is_last=is_last)
         self.impls[name] = impl
 
     def _attach_filter(self, layer: Any, builder: RetrievalMetadataBuilder) -> None:
@@ -264,6 +272,7 @@ def make_workspace(
         page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
+        ahead=any(method.speculates for method in config.methods.values()),
         device=device,
     )
 
@@ -296,6 +305,8 @@ def fixed_bytes(
         with nowhere:
             dtype = layers[name].kv_cache_torch_dtype
             selection = make_selection(config, room, rows, impl.group, shape | {"dtype": dtype})
-        total += selection.query.nbytes + selection.chosen.nbytes
+        assert selection.corrected is not None
+        kept = selection.query, selection.chosen, selection.corrected
+        total += sum(tensor.nbytes for tensor in kept)
     made = (make_workspace(config, room, shape, rows, max_model_len, nowhere) for shape in shapes)
     return total + sum(workspace.nbytes for workspace in made)

@@ -206,9 +206,9 @@ class RetrievalModelRunner(GPUModelRunner):
         groups = groups_that_retrieve(config, self.roles, attn_groups)
         self.running = RunningRequests(config, self.max_num_reqs, self.heads, self.device)
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
-        side = None if tiers is None else self.make_side(self.device)
+        side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
-        kept.attach(groups, layers, tiers, side, filters=filters, is_profiling=is_profiling)
+        kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
