@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 REQUESTS = {
     "own": Request(prompt(133, 44), 5, {}),
-    "longer": Request(prompt(150, 41), 5, {}),
+    "longer": Request(prompt(180, 42), 5, {}),
     "streamingllm": Request(prompt(130, 32), 4, by("streamingllm")),
     "soon beyond": Request(prompt(62, 34), 4, {}),
 }

@@ -13,7 +13,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
     ScoreRoom,
 )
-from vllm_kvretrieval.kernels.reference.plan import entry_count, select_units, turned
+from vllm_kvretrieval.kernels.reference.plan import entry_count, select_units, selected, turned
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
 from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, Selection
 
@@ -90,7 +90,11 @@ def _plan_now(query: torch.Tensor, step: DecodeRows, chooser: Chooser) -> None:
             now, before = (q.view(shape) for q in (query[row], selection.query[seat]))
             fresh, threshold = bool(step.fresh[row]), float(step.numbers["threshold"][row])
             corrected = [fresh or turned(*of, threshold) for of in zip(now, before, strict=True)]
-            selection.corrected[seat] = torch.tensor(corrected)
+            selection.corrected[seat] = torch.tensor(corrected).int()
+            if selection.counts is not None:
+                pages = -(-int(step.seq_lens[row]) // chooser.store.page_size)
+                between = pages - int(step.sink[row]) - int(step.window[row])
+                selection.corrected[seat] += 2 * (selection.counts[seat] >= between).int()
     reference.plan_decode(query, step, chooser)
     for row, seat in enumerate(step.seats.tolist()):
         if step.mode[row] == Mode.SELECT and step.select[row] > 0:
@@ -119,6 +123,7 @@ def select_ahead(
         between = int(step.sink[row]), len(pages) - int(step.window[row])
         asked = selection.query[seat].view(store.kv_heads, chooser.group, -1).float()
         for head in (selection.corrected[seat] == 0).nonzero()[:, 0].tolist():
+            select = selected(step, row, head, len(pages), selection)
             best, _ = select_units(asked[head], entries, head, chooser, between, select, False)
             selection.chosen[seat, head, :select] = best
 

@@ -103,7 +103,8 @@ class Selection:
             selects as many as the row says.
         memory: What a rule remembers (:class:`RuleState`), by seat and KV head.
         corrected: int32 [S, kv_heads]; nonzero: the KV head selected before attention in its last
-            step, and need not select beside it. Only the ops of a device have it.
+            step, and need not select beside it: 1, since its query had turned; 2, since it selects
+            all that lies between sink and window; 3, for both. Only the ops of a device have it.
     """
 
     query: torch.Tensor

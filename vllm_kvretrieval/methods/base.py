@@ -314,6 +314,25 @@ class DeviceMethod(Protocol):
         ...
 
 
+class DeviceFilter(Protocol):
+    """A layer of a device that lists what the layers after it attend to."""
+
+    def select(
+        self,
+        ops: Any,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """Write lists that hold until the next filter's, after the layer's attention.
+
+        Args:
+            ops, query, rows, requests, plan: See :meth:`DeviceMethod.choose`.
+        """
+        ...
+
+
 @runtime_checkable
 class LayerWatcher(Protocol):
     """An object that looks at the attention of a layer after each step."""

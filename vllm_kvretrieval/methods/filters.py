@@ -191,8 +191,8 @@ class Filter:
             self.shared.announce(plan.rows)
 
 
-class DeviceFilter:
-    """A filter layer on a device: it lists what the layers after it attend to.
+class ListingFilter:
+    """A filter layer on a device; see :class:`DeviceFilter`.
 
     Args:
         methods: The engine's: one of this family, and others that select nothing.
@@ -267,6 +267,7 @@ class DeviceFiltered:
 
 group_method = Filtered
 device_method = DeviceFiltered
+device_filter = ListingFilter
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> FilteredLayer:

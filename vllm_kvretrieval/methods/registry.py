@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from vllm_kvretrieval.kernels import Chooser
 from vllm_kvretrieval.methods import dropping, filters, heads, scored
 from vllm_kvretrieval.methods.base import (
+    DeviceFilter,
     DeviceMethod,
     EngineFacts,
     Family,
@@ -66,6 +69,22 @@ def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> li
     selecting = [method for method in methods if method.selects] or methods
     files = {id(file): file for file in map(family_of, selecting)}.values()
     return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
+
+
+def device_filter(
+    methods: Sequence[Method], cache: torch.Tensor, layout: str, scale: float
+) -> DeviceFilter:
+    """A layer of a device that selects for those after it.
+
+    Args:
+        methods: The engine's, the first of which selects so.
+        cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's.
+        layout: How that lays out keys.
+        scale: Softmax scale.
+    """
+    make = family_of(methods[0]).device_filter  # type: ignore[attr-defined]
+    made: DeviceFilter = make(methods, cache, layout, scale)
+    return made
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:

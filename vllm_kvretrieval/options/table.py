@@ -230,7 +230,6 @@ class Options:
         "the share of the KV cache that a request reads, dense layers included, in place of a "
         "fixed budget: the budget then follows from the prompt's length, up to `max_budget`",
         "none",
-        on_gpu="name a budget",
     )
     drafts: int = of_drafts.DRAFTS
     lossless: bool = of_drafts.LOSSLESS_SWITCH

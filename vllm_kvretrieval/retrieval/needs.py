@@ -101,7 +101,6 @@ GPU = Setting(
             Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
             Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.HEADS: BY_PAGES,
-            Need.UNEVEN_SHARES: f"set budget_shares=uniform, or {BY_PAGES}",
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
             Need.MASS: f"set mass=1, or {BY_PAGES}",
             Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",
@@ -113,7 +112,12 @@ GPU = Setting(
 )
 GPU_HOST = Setting(
     "home=host",
-    {Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}")},
+    {
+        Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}"),
+        Need.UNEVEN_SHARES: Lack(
+            "gives all KV heads as many slots", "set budget_shares=uniform, or home=device"
+        ),
+    },
 )
 """A home in host memory, on a GPU."""
 FILTERS_ALONE = Setting(

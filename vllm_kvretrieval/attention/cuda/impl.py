@@ -13,8 +13,7 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
-from vllm_kvretrieval.methods import DeviceMethod
-from vllm_kvretrieval.methods.filters import DeviceFilter
+from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod
 
 
 class RetrievalAttentionImpl(AttentionImpl):

@@ -20,9 +20,8 @@ from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
-from vllm_kvretrieval.methods import device_methods
+from vllm_kvretrieval.methods import device_filter, device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
-from vllm_kvretrieval.methods.filters import DeviceFilter
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
@@ -219,7 +218,7 @@ class RetrievalLayers:
                 "pages by an index, such as freekv."
             )
         with self.device:
-            by = DeviceFilter(methods, layer.kv_cache, TOKEN_MAJOR, impl.scale)
+            by = device_filter(methods, layer.kv_cache, TOKEN_MAJOR, impl.scale)
         impl.attach_filter(self.ops, by, builder.table, workspace)
         self._filters.append(impl)
 

@@ -72,13 +72,16 @@ def _score_kernel(
     table,
     previous,
     corrected,
+    shares,
     scores,
     stats,
     scale_log2,  # softmax scale for exponentials to base 2
     query_stride,
     table_stride,
     score_stride,
+    shares_stride,
     kv_heads,
+    COUNTED: tl.constexpr,  # whether each KV head selects as many as its share says
     NUMBER: tl.constexpr,
     AHEAD: tl.constexpr,
     KIND: tl.constexpr,
@@ -121,8 +124,12 @@ def _score_kernel(
             asked, before, options, tl.load(fresh + row), length, budget,
             GROUP, HEAD_SIZE, PAGE, MEMBERS, CHANNELS,
         )  # fmt: skip
+        selects = selects.to(tl.int32)
+        if COUNTED:  # all that lies between sink and window, of which there is more each time
+            between = tl.cdiv(length, PAGE) - (budget - select)
+            selects += 2 * (tl.load(shares + seat * shares_stride + head) >= between).to(tl.int32)
         if program == 0:
-            tl.store(corrected + seat * kv_heads + head, selects.to(tl.int32))
+            tl.store(corrected + seat * kv_heads + head, selects)
         if selects == 0:
             return
     PARTS: tl.constexpr = PAGE // ENTRY
@@ -240,13 +247,16 @@ def score_entries(
         requests.table,
         selection.query,
         selection.corrected,
+        selection.corrected if selection.counts is None else selection.counts,
         room.scores,
         room.stats,
         chooser.scale * LOG2_E,
         query.stride(0),
         rows.block_table.stride(0),
         room.scores.stride(1),
+        0 if selection.counts is None else selection.counts.stride(0),
         store.kv_heads,
+        COUNTED=selection.counts is not None,
         NUMBER=number,
         AHEAD=ahead,
         KIND=KINDS[type(index)],

@@ -15,6 +15,7 @@ from vllm_kvretrieval.kernels.device import (
     ScoreRoom,
 )
 from vllm_kvretrieval.kernels.triton.checks import (
+    check_counts,
     check_heads,
     check_list,
     check_requests,
@@ -68,6 +69,7 @@ def _select_kernel(
     previous,
     chosen,
     corrected,
+    shares,
     lists,
     lengths,
     query_stride,
@@ -75,8 +77,10 @@ def _select_kernel(
     score_stride,
     list_stride,
     chosen_stride,
+    shares_stride,
     kv_heads,
     programs,
+    COUNTED: tl.constexpr,  # whether each KV head selects as many as its share says
     NUMBER: tl.constexpr,
     FIRST: tl.constexpr,  # of the launches that make lists
     AHEAD: tl.constexpr,
@@ -117,6 +121,12 @@ def _select_kernel(
     sink = tl.load(options + _SINK)
     budget = sink + tl.load(options + _WINDOW) + select
     whole = pages <= budget
+    if COUNTED:
+        between = pages - (budget - select)
+        share = tl.minimum(tl.load(shares + seat * shares_stride + head), between)
+        share = tl.where((select > 0) & ~whole, share, select)
+        budget += share - select
+        select = share
     listed = tl.minimum(pages, budget)
     # Sink, selection and window; a context within its budget is all sink.
     sink = tl.where(whole, pages, sink)
@@ -138,9 +148,9 @@ def _select_kernel(
 
     of_head = seat * kv_heads + head
     held = chosen + of_head * chosen_stride
-    before_attention = tl.load(corrected + of_head) != 0
+    before_attention = tl.load(corrected + of_head)
     if AHEAD:
-        if before_attention:
+        if before_attention != 0:
             return
     else:
         members = tl.arange(0, MEMBERS)
@@ -190,7 +200,8 @@ def _select_kernel(
         tl.debug_barrier()
     if not AHEAD:
         _list_selected(held, of_row, to + sink, select, kv_heads, head, POSITIONS, WIDTH)
-        tl.atomic_add(counts + seat, 1, sem="relaxed")  # nobody waits for it
+        anew = (before_attention & 1).to(tl.int64)
+        tl.atomic_add(counts + seat, anew, sem="relaxed")  # nobody waits for it
 
 
 def plan_decode(
@@ -286,6 +297,7 @@ def _launch(
         selection.query,
         selection.chosen,
         selection.corrected,
+        selection.corrected if selection.counts is None else selection.counts,
         lists,
         rows.choosers if plan is None else plan.lengths,
         query.stride(0),
@@ -293,8 +305,10 @@ def _launch(
         room.scores.stride(1),
         lists.stride(0),
         selection.chosen.stride(1),
+        0 if selection.counts is None else selection.counts.stride(0),
         store.kv_heads,
         programs,
+        COUNTED=selection.counts is not None,
         NUMBER=number,
         FIRST=first,
         AHEAD=plan is None,
@@ -331,10 +345,10 @@ def _check(
     kv_heads, group = store.kv_heads, choosers[0].group
     check_heads("query", query, head_size, store.dtype)
     check_list("selection.query", selection.query, (seats, heads, head_size), store.dtype)
-    if seats != len(requests.table) or selection.counts is not None or selection.corrected is None:
-        raise ValueError(
-            "the selection must be of the requests' seats, of equal counts, and of a device"
-        )
+    if seats != len(requests.table) or selection.corrected is None:
+        raise ValueError("the selection must be of the requests' seats, and of a device")
+    if selection.counts is not None:
+        check_counts(selection.counts, (seats, kv_heads))
     shape = seats, kv_heads, selection.chosen.shape[2]
     check_list("selection.chosen", selection.chosen, shape, torch.int32)
     check_list("selection.corrected", selection.corrected, shape[:2], torch.int32)
