@@ -16,6 +16,7 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
+from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
@@ -98,6 +99,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         step = Step(MinMax(), COMMON, pooling=pooling)
         name = f"select {CONTEXTS[1]} pages {pooling.name.lower()} d{COMMON}"
         yield name, partial(step.select, CONTEXTS[1])
+    step = Step(Mean(), COMMON)
+    yield f"cut {CONTEXTS[1]} pages", step.cut
     step = Step(MinMax(), COMMON)
     yield (
         f"select {CONTEXTS[1]} pages positions d{COMMON}",
@@ -288,6 +291,10 @@ class Step:
         """Its last launch."""
         given = self._query, _rows(), _requests(), 0, (), self._store, 1.0
         kernels.filter_tokens(*given, self.plan(CONTEXTS[1]))
+
+    def cut(self) -> None:
+        """What a mass needs of a selection."""
+        cut_lists(_rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
     def select(self, pages: int, positions: bool = False) -> None:
         """The other one is compiled last."""

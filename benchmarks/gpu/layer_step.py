@@ -310,7 +310,9 @@ class LayerStep:
             fresh=number + 1,
             dense_lens=number,
         )
-        requests = DeviceRequests(self.requests.table[:1].cpu(), torch.zeros(1, dtype=torch.int64))
+        requests = DeviceRequests(
+            self.requests.table[:1].cpu(), *torch.zeros(2, 1, dtype=torch.int64)
+        )
         plan = DevicePlan.empty(
             rows=1,
             kv_heads=heads,

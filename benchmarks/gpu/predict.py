@@ -81,6 +81,7 @@ FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
     "_build_bits_kernel": 2.5,
+    "_cut_kernel": 3.0,
     "_write_tail_kernel": 2.0,
     "_resolve_kernel": 12.0,
 }
@@ -297,6 +298,7 @@ OPS = {
     ("_write_tail_kernel", False): "write_tail",
     ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
+    ("_cut_kernel", False): "plan_decode",
     ("_score_kernel", True): "select_ahead",
     ("_select_kernel", True): "select_ahead",
     ("_resolve_kernel", False): "resolve",

@@ -1,6 +1,7 @@
-"""KV heads that select different numbers of pages in a GPU's engine, emulated, and budgets by the
-lengths of prompts; see ``support/device_engine.py``."""
+"""KV heads that select different numbers of pages in a GPU's engine, emulated, by shares or up to a
+mass of the attention, and budgets by the lengths of prompts; see ``support/device_engine.py``."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.engine import Request, alone, assert_same, by, difference, en
 
 pytestmark = pytest.mark.engine
 
+NARROW = {"preset": "quest", "pooling": "mean_softmax", "mass": 0.6}
 OURS: dict[str, Any] = {
     "attention_backend": "freekv",
     "additional_config": {
@@ -22,7 +24,7 @@ OURS: dict[str, Any] = {
             "max_budget": 10 * PAGE,
             "memory_fraction": 0.6,
             "budget_shares": [[0, 2], [1.5, 0.5], [1, 4]],
-            "also": ["quest"],
+            "also": {"quest": {}, "narrow": NARROW},
         }
     },
 }
@@ -31,6 +33,7 @@ REQUESTS = {
     "by its own": Request(prompt(170, 52), 6, {"budget": 5 * PAGE}),
     "at every step": Request(prompt(180, 53), 5, {"correction_threshold": 1.0}),
     "evenly": Request(prompt(190, 54), 5, by("quest")),
+    "up to a mass": Request(prompt(175, 56), 5, by("narrow")),
     "soon beyond": Request(prompt(78, 55), 6, {"budget": 5 * PAGE}),
 }
 
@@ -48,6 +51,8 @@ def test_answers_are_those_of_the_cpu(tmp_path):
         assert_same(served.drive([own])[0], expected[0], TOLERANCE)
         even = served.drive([Request(own.prompt, own.tokens, by("quest"))])[0]
         assert difference(even, expected[0]) > 10 * TOLERANCE
+        wide = served.drive([replace(REQUESTS["up to a mass"], options=by("quest"))])[0]
+        assert difference(wide, expected[4]) > 10 * TOLERANCE
         served.replay(True)
         for answer, wanted in zip(served.drive([*REQUESTS.values()]), expected, strict=True):
             assert_same(answer, wanted, TOLERANCE)

@@ -67,7 +67,7 @@ def plan_decode(
     plan.lengths[: len(rows) * kv_heads] = -1
     for number, chooser in enumerate(choosers):
         own = (rows.choosers == number).nonzero()[:, 0]
-        step = _step(own, rows, requests, size, kv_heads)
+        step = _step(own, rows, requests, size, kv_heads, mass=chooser.mass)
         if len(own):
             _plan_now(query[own], step, chooser)
         for i, row in enumerate(own.tolist()):
@@ -221,6 +221,7 @@ def _step(
     kv_heads: int,
     *,
     per_token: bool = False,
+    mass: bool = False,
 ) -> DecodeRows:
     """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
     seats, lengths = rows.seats[own], rows.seq_lens[own]
@@ -245,7 +246,11 @@ def _step(
         window=torch.where(whole, 0, window),
         select=torch.where(whole, 0, select),
         fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
-        numbers={"threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32)},
+        numbers={
+            "threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32),
+            "mass": options[:, Column.MASS].contiguous().view(torch.float32) if mass else 1.0,
+        },
+        spared=requests.spared,
         corrected=requests.corrected,
     )
     step.mode[whole] = Mode.WHOLE

@@ -110,11 +110,13 @@ def decode_steps(
     exact_records=True,
     threshold=0.6,
     counted=False,
+    masses=(),
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
     Records that need not be the specification's are copied from the kernels to it. If ``counted``,
-    KV heads select different numbers of pages, some of them all or none.
+    KV heads select different numbers of pages, some of them all or none. With ``masses``, the first
+    method's requests attend to the fewest pages that reach one of these.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -144,9 +146,12 @@ def decode_steps(
             table[table[:, Column.CHOOSER] == number, Column.SELECT] = 0
     table[of_seat[4].long(), Column.EXACT] = 1
     table[of_seat[5].long(), : Column.CHOOSER + 1] = torch.tensor([1, 2, 2, 0])
+    for seat in range(seats if masses else 0):
+        table[seat, Column.MASS] = bits(masses[seat % len(masses)])
     counts = torch.randint(0, 8, (seats, kv_heads + 2)).int()  # of other layers, too
     for layer in layers:
         layer.requests.table.copy_(table)
+        layer.choosers[0].mass = bool(masses)
         if counted:
             layer.selection.counts = counts.to(device)[:, 1:-1]
 
@@ -203,6 +208,7 @@ def decode_steps(
         ahead += not former.equal(layers[0].selection.chosen)
     assert bool(ahead) == (threshold < 1 and steps > 1), "some heads select beside attention"
     assert layers[0].requests.corrected.sum() > 0
+    assert bool(masses) == bool(layers[0].requests.spared.sum() > 0)
     assert (layers[0].plan.lengths > 0).any()
 
 
@@ -403,6 +409,7 @@ def same_plans(layers, rows, step):
         assert torch.equal(a, b), (step, pair, a, b)
     assert torch.equal(ours.requests.table, theirs.requests.table.cpu())
     assert torch.equal(ours.requests.corrected, theirs.requests.corrected.cpu())
+    assert torch.equal(ours.requests.spared, theirs.requests.spared.cpu())
     for name in ("query", "corrected"):
         kept = (getattr(layer.selection, name).cpu() for layer in layers)
         assert torch.equal(*kept), (step, name)

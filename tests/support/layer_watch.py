@@ -78,7 +78,7 @@ class Context:
             zero, zero, torch.tensor([0, 1]), zero + self.length, zero.long(),
             torch.arange(pages, dtype=torch.int32)[None], zero, zero + self.fresh, zero,
         )  # fmt: skip
-        requests = DeviceRequests(self.options[None].clone(), torch.zeros(1, dtype=torch.int64))
+        requests = DeviceRequests(self.options[None].clone(), *torch.zeros(2, 1, dtype=torch.int64))
         plan = DevicePlan.empty(
             rows=1, kv_heads=impl.num_kv_heads, group=impl.group, entries=1, width=pages,
             programs=1, device="cpu", positions=True,

@@ -24,7 +24,8 @@ class Column(IntEnum):
 
     ``SINK``, ``WINDOW``, ``SELECT``: pages. ``CHOOSER``: the number of one of a layer's choosers.
     ``EXACT``: nonzero if the request attends to its whole context. ``THRESHOLD``: the correction
-    threshold, as the bits of a float32. ``LAST_LEN``: tokens of the context at the last sparse step
+    threshold, as the bits of a float32. ``MASS``: likewise, the share of the attention that is
+    enough. ``LAST_LEN``: tokens of the context at the last sparse step
     of the request; 0 when the request takes its seat.
     """
 
@@ -35,6 +36,7 @@ class Column(IntEnum):
     EXACT = 4
     THRESHOLD = 5
     LAST_LEN = 6
+    MASS = 7
 
 
 COLUMNS = 8
@@ -52,17 +54,19 @@ class DeviceRequests:
         table: int32 [S, COLUMNS]; see :class:`Column`. A row is written, in the order of the
             stream, when a request takes its seat. Ops write only ``LAST_LEN``.
         corrected: int64 [S]; incremented for every KV head that selects anew.
+        spared: int64 [S]; increased by the selected pages that KV heads do not need for a mass.
     """
 
     table: torch.Tensor
     corrected: torch.Tensor
+    spared: torch.Tensor
 
     @classmethod
     def empty(cls, seats: int, device: torch.device | str) -> "DeviceRequests":
         """The table of ``seats`` seats, all of which are free."""
         return cls(
             torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
-            torch.zeros(seats, dtype=torch.int64, device=device),
+            *torch.zeros(2, seats, dtype=torch.int64, device=device),
         )
 
 

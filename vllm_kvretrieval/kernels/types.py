@@ -151,6 +151,7 @@ class Chooser:
         outliers: The share of the selected pages that are outliers: those with the lowest cosine of
             a key with the mean of its entry, whatever their scores are. It takes an index that
             tells them, no reranking, and rows whose ``uneven`` numbers are plain.
+        mass: Whether rows may name a mass below 1 (``DecodeRows.numbers``). Devices ask.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -161,6 +162,7 @@ class Chooser:
     rerank: int = 0
     remainder: float = 0.0
     outliers: float = 0.0
+    mass: bool = False
     handle: Any = field(default=None, repr=False)
 
     @property

@@ -32,6 +32,7 @@ class Need(Enum):
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
     MASS = "selects up to a mass of the attention (mass)"
+    TOKEN_MASS = "selects single tokens up to a mass of the attention (mass)"
     REMAINDER = "adds up means of what is not selected (remainder)"
     RERANK = "scores candidates again by their keys (rerank)"
     OUTLIERS = "selects pages that are outliers (outliers)"
@@ -59,10 +60,12 @@ class Setting:
     Attributes:
         name: Its name in messages.
         lacks: The needs that it does not serve.
+        of_methods: Needs that a request may not bring, by a number, where its method lacks them.
     """
 
     name: str
     lacks: Mapping[Need, Lack]
+    of_methods: frozenset[Need] = frozenset()
 
     def check(self, methods: Iterable["Method"], name: str = "", where: str = "") -> None:
         """Refuse methods that need what the setting lacks.
@@ -102,13 +105,14 @@ GPU = Setting(
             Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.HEADS: BY_PAGES,
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
-            Need.MASS: f"set mass=1, or {BY_PAGES}",
+            Need.TOKEN_MASS: f"set mass=1, or {BY_PAGES}",
             Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",
             Need.REMAINDER: f"set remainder=0, or {BY_PAGES}",
             Need.OUTLIERS: BY_PAGES,
             Need.HIGHEST: f"set pooling=mean_softmax, or {BY_PAGES}",
         }.items()
     },
+    frozenset({Need.MASS}),
 )
 GPU_HOST = Setting(
     "home=host",

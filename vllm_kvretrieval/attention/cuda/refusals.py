@@ -10,14 +10,14 @@ from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
-from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
-from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST
+from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 
 if TYPE_CHECKING:
@@ -75,6 +75,14 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} does not support contexts of more than {MOST_PAGES} pages on a GPU, and "
             f"--max-model-len {model.max_model_len} has more of kv_retrieval.page_size="
             f"{config.page_size}; use {MOST_PAGES * config.page_size}, or larger pages."
+        )
+    most = TILE_PAGES * config.page_size
+    masses = [served.name for served in config.methods.values() if Need.MASS in served.needs]
+    if masses and model.max_model_len > most:
+        raise RetrievalConfigError(
+            f"{masses[0]} selects up to a mass, which a GPU serves in contexts of up to "
+            f"{TILE_PAGES} pages, and --max-model-len {model.max_model_len} has more of "
+            f"kv_retrieval.page_size={config.page_size}; use {most}, larger pages, or mass=1."
         )
     check_connector(vllm_config, config)
 

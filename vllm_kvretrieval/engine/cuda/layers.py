@@ -25,6 +25,7 @@ from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS
 from vllm_kvretrieval.retrieval.roles import Filters, Follows, Role, stage_roles
 
 TOKEN_MAJOR = "token_major"
@@ -185,6 +186,8 @@ class RetrievalLayers:
         is_last: bool,
     ) -> None:
         impl, cache = layer.impl, layer.kv_cache
+        if impl.half.logits_soft_cap:
+            CAPPED_LOGITS.check(self.config.methods.values())
         choosers = self._choosers(name, impl, cache)
         shape = impl.num_kv_heads, impl.group, impl.head_size
         if shape not in self._workspaces:

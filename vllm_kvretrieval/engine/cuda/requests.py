@@ -25,6 +25,7 @@ COLUMNS_OF_SEATS = {
     Column.CHOOSER: "method",
     Column.EXACT: "exact",
     Column.THRESHOLD: "threshold",
+    Column.MASS: "mass",
 }
 """The columns of the table on the device that have what is in a seat."""
 
@@ -105,6 +106,7 @@ class RunningRequests:
         room: How many units requests get of these heads.
         retrieval_heads: How many these are.
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
+        spared: int64 [capacity], on the device; selected pages that KV heads did not need.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
@@ -129,7 +131,7 @@ class RunningRequests:
         # Units of selection in a page, by the number of the method.
         units = [config.page_size if m.per_token else 1 for m in config.methods.values()]
         self._units = np.array(units, dtype=np.int64)
-        self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
         self.assumes_sparse = False
@@ -148,7 +150,7 @@ class RunningRequests:
         shape = self.capacity, COLUMNS
         table = StagedWriteTensor(shape, dtype=torch.int32, device=self.device)
         self._tables.append(table)
-        return DeviceRequests(table.gpu, self.corrected)
+        return DeviceRequests(table.gpu, self.corrected, self.spared)
 
     def counts_of(self, name: str) -> torch.Tensor | None:
         """int32 [capacity, kv_heads], on the device; the units that each KV head of a layer selects

@@ -126,6 +126,8 @@ class RetrievalGPUWorker(Worker):
         report = TrafficReport(
             None if kept.tier is None else kept.tier.traffic,
             requests.corrected,
+            requests.spared,
+            page_size=kept.config.page_size,
             unit_bytes=unit_bytes,
             slots=0 if kept.tier is None else kept.tier.slots,
             rank=self.rank,

@@ -22,6 +22,7 @@ from vllm_kvretrieval.kernels.triton.checks import (
     check_rows,
 )
 from vllm_kvretrieval.kernels.triton.index import KINDS, check_store
+from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
@@ -235,6 +236,8 @@ def plan_decode(
             score_entries(query, rows, requests, number, chooser, plan, ahead=False)
         first = number == (numbers or [0])[0]
         _launch(query, rows, requests, number, chooser, plan, plan, tile_pages, first)
+        if chooser.mass:
+            cut_lists(rows, requests, number, chooser, plan)
 
 
 def select_ahead(
