@@ -11,9 +11,7 @@ import pytest
 
 from benchmarks.common import ROOT
 
-SERVED = (
-    "kvretrieval freekv quest arkvale infllm twilight fier omnikv streamingllm full oracle".split()
-)
+SERVED = "kvretrieval freekv quest arkvale infllm twilight fier omnikv razor streamingllm full oracle".split()
 
 
 @pytest.fixture(scope="module")

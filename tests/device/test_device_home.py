@@ -5,6 +5,7 @@ random between those of the model, until it is waited for.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.config.compilation import CUDAGraphMode
@@ -17,7 +18,7 @@ PAGE, BUDGET = 16, 64
 ROUNDING = 0.1
 """The tolerance of log-probs in bfloat16: another kernel reads contexts within their budgets."""
 NARROW = {"preset": "quest", "pooling": "mean_softmax", "mass": 0.5}
-OPTIONS = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET}
+OPTIONS: dict[str, Any] = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET}
 OPTIONS |= {"also": {"quest": {}, "narrow": NARROW}}
 ENGINE = {
     "attention_backend": "freekv",

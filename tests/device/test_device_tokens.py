@@ -1,6 +1,7 @@
-"""Methods that select single tokens in a GPU's engine, emulated; see ``support/device_engine.py``.
+"""Methods that do not select pages in a GPU's engine, emulated; see ``support/device_engine.py``.
 
-``fier`` selects them in every layer, ``omnikv`` in filter layers for those after them.
+``fier`` selects single tokens in every layer, ``omnikv`` in filter layers for those after them. Of
+``razor`` some KV heads attend to everything.
 """
 
 from typing import Any
@@ -14,11 +15,13 @@ from tests.support.engine import Request, alone, assert_same, by, difference, en
 pytestmark = pytest.mark.engine
 
 OPTIONS = {"page_size": PAGE, "sink": PAGE, "window": PAGE, "budget": 4 * PAGE}
-TIPPED = {"fier": 1, "omnikv": 0}
+TIPPED = {"fier": 1, "omnikv": 0, "razor": 0}
 """Steps in which tokens may score nearly alike where selection ends: on a CPU `one_bit` rounds."""
 METHODS: dict[str, dict[str, Any]] = {
     "fier": OPTIONS | {"dense_layers": 1},
     "omnikv": OPTIONS | {"filters": [0]},
+    "razor": {"page_size": PAGE, "sink": PAGE, "budget": 4 * PAGE}
+    | {"heads": [[1, 0], [0, 0], [0, 1], [1, 1]]},
 }
 REQUESTS = {
     "own": Request(prompt(133, 44), 5, {}),

@@ -68,6 +68,8 @@ def plan_decode(
     for number, chooser in enumerate(choosers):
         own = (rows.choosers == number).nonzero()[:, 0]
         step = _step(own, rows, requests, size, kv_heads, mass=chooser.mass)
+        if chooser.store.index is None and chooser.selection.counts is not None:
+            step.mode[step.mode == Mode.SELECT] = Mode.GIVEN
         if len(own):
             _plan_now(query[own], step, chooser)
         for i, row in enumerate(own.tolist()):

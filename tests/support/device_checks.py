@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.device import (
     ScoreRoom,
 )
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index import pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
@@ -149,6 +150,8 @@ def decode_steps(
     for seat in range(seats if masses else 0):
         table[seat, Column.MASS] = bits(masses[seat % len(masses)])
     counts = torch.randint(0, 8, (seats, kv_heads + 2)).int()  # of other layers, too
+    fixed = table[:, Column.SELECT] == 0  # everything or nothing, by no selection
+    counts[fixed] = EVERYTHING * (counts[fixed] > 3).int()
     for layer in layers:
         layer.requests.table.copy_(table)
         layer.choosers[0].mass = bool(masses)

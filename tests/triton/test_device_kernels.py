@@ -53,7 +53,7 @@ NOTHING = (None, 8, Pooling.SUM)
             "seed": 4,
         },
         {
-            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 8, Pooling.MAX)],
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 8, Pooling.MAX), NOTHING],
             "counted": True,
             "threshold": 0.9,
             "seed": 5,

@@ -37,6 +37,7 @@ IN_TILES = {
     "pooling": Pooling.MAX,
     "head_size": 16,
 }
+TOKENS = {"check": device_checks.token_steps, "head_size": 16, "group": 2}
 TAIL = {"check": slot_checks.tail, "kv_heads": 2, "head_size": 64, "capacity": 7}
 RECALL = {
     "check": triton_checks.recall,
@@ -113,6 +114,13 @@ CHANGES = {
         "members)[:, None] * score_stride",
         "members // 2)[:, None] * score_stride",
         STEPS,
+        "different values to a place",
+    ),
+    "two tokens for a place": (
+        "tokens",
+        "place = found + tl.cumsum(best.to(tl.int32), 0) - 1",
+        "place = found + tl.cumsum(best.to(tl.int32), 0) // 2",
+        TOKENS,
         "different values to a place",
     ),
     "a store before a tensor": (

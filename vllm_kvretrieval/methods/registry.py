@@ -66,7 +66,7 @@ def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> li
             those that select unlike others. Methods that select nothing go with any family.
         choosers: The layer's, by the number of the method.
     """
-    selecting = [method for method in methods if method.selects] or methods
+    selecting = [method for method in methods if method.selects] or methods[:1]
     files = {id(file): file for file in map(family_of, selecting)}.values()
     return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
 

@@ -103,7 +103,6 @@ GPU = Setting(
             Need.DROPS: BY_PAGES,
             Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
             Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
-            Need.HEADS: BY_PAGES,
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
             Need.TOKEN_MASS: f"set mass=1, or {BY_PAGES}",
             Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",

@@ -1,5 +1,6 @@
 """Refusals at start-up of what retrieval cannot serve on a GPU, with remedies."""
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,13 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{config.page_size}; use {MOST_PAGES * config.page_size}, or larger pages."
         )
     most = TILE_PAGES * config.page_size
-    masses = [served.name for served in config.methods.values() if Need.MASS in served.needs]
-    if masses and model.max_model_len > most:
-        raise RetrievalConfigError(
-            f"{masses[0]} selects up to a mass, which a GPU serves in contexts of up to "
-            f"{TILE_PAGES} pages, and --max-model-len {model.max_model_len} has more of "
-            f"kv_retrieval.page_size={config.page_size}; use {most}, larger pages, or mass=1."
-        )
+    for served, need in itertools.product(config.methods.values(), (Need.MASS, Need.HEADS)):
+        if need in served.needs and model.max_model_len > most:
+            raise RetrievalConfigError(
+                f"{served.name} {need.value}, which a GPU serves in contexts of up to {TILE_PAGES} "
+                f"pages, and --max-model-len {model.max_model_len} has more of "
+                f"kv_retrieval.page_size={config.page_size}; use {most}, or larger pages."
+            )
     check_connector(vllm_config, config)
 
 

@@ -4,9 +4,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.shares import own_heads
 
 
 class RetrievalHeads:
@@ -29,7 +32,7 @@ class RetrievalHeads:
         rank: int,
     ) -> None:
         self._vllm_config, self._config, self._rank = vllm_config, config, rank
-        full = number_layers(vllm_config, specs, config)
+        full = self._numbers = number_layers(vllm_config, specs, config)
         self._heads = {name: specs[name].num_kv_heads for name in full if name in names}
         self.dense_share = 1 - len(self._heads) / len(full) if full else 0.0
         """The share of dense layers among those with full attention."""
@@ -46,13 +49,26 @@ class RetrievalHeads:
     @functools.cached_property
     def room(self) -> Capacity:
         """How many units requests get of the heads."""
-        model, size = self._vllm_config.model_config, self._parallel_size
-        copies = max(1, size // model.get_total_num_kv_heads())  # of each KV head
-        parts = size // copies
-        of_layers = [count * parts for count in self._heads.values()]
-        part = self._rank % size // copies, parts
-        return Capacity(self._config, of_layers, model.max_model_len, part)
+        of_layers, part = self._all
+        longest = self._vllm_config.model_config.max_model_len
+        return Capacity(self._config, of_layers, longest, part)
+
+    @functools.cached_property
+    def fixed(self) -> dict[str, np.ndarray]:
+        """How many pages the heads attend to by methods that fix it, int32 [heads], by name."""
+        model = self._vllm_config.model_config
+        layers = [self._numbers[name] for name in self._heads]
+        every = {
+            name: method.fixed_counts(model, layers)
+            for name, method in self._config.methods.items()
+        }
+        own = own_heads(*self._all)
+        return {name: counts[own] for name, counts in every.items() if counts is not None}
 
     @property
-    def _parallel_size(self) -> int:
-        return int(self._vllm_config.parallel_config.tensor_parallel_size)
+    def _all(self) -> tuple[list[int], tuple[int, int]]:
+        """KV heads of each layer, and which part of how many this worker has of them."""
+        size = self._vllm_config.parallel_config.tensor_parallel_size
+        copies = max(1, size // self._vllm_config.model_config.get_total_num_kv_heads())
+        part = self._rank % size // copies, size // copies
+        return [count * part[1] for count in self._heads.values()], part

@@ -25,7 +25,7 @@ from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
-from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, Need
 from vllm_kvretrieval.retrieval.roles import Filters, Follows, Role, stage_roles
 
 TOKEN_MAJOR = "token_major"
@@ -188,6 +188,13 @@ class RetrievalLayers:
         impl, cache = layer.impl, layer.kv_cache
         if impl.half.logits_soft_cap:
             CAPPED_LOGITS.check(self.config.methods.values())
+        tokens = cache.numel() // cache.shape[-1]
+        if self.config.token_major and tokens > torch.iinfo(torch.int32).max:
+            raise RetrievalConfigError(
+                f"{self.config.method} selects single tokens, of which a layer's KV cache has "
+                f"{tokens} (times KV heads), more than 31 bits number. Lower "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization."
+            )
         choosers = self._choosers(name, impl, cache)
         shape = impl.num_kv_heads, impl.group, impl.head_size
         if shape not in self._workspaces:
@@ -263,14 +270,16 @@ def make_workspace(
     """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
+    pages = -(-max_model_len // config.page_size)
+    limited = all(Need.HEADS not in method.needs for method in config.methods.values())
     finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
         head_size=head_size,
-        entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
-        width=max(config.budget_limit // unit, room.listed),
+        entries=pages * (config.page_size // finest),
+        width=max(config.budget_limit // unit, room.listed, 0 if limited else pages),
         page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,

@@ -124,7 +124,7 @@ class RunningRequests:
             config.budget_of_share(0, heads.dense_share, config.method)  # refuses what cannot be
         self._selected: np.ndarray | None = None
         self._counts: StagedWriteTensor | None = None
-        if self.room.allotments:
+        if self.room.allotments or heads.fixed:
             shape = capacity, self.retrieval_heads
             self._selected = np.zeros(shape, dtype=np.int32)
             self._counts = StagedWriteTensor(shape, dtype=torch.int32, device=device)
@@ -168,7 +168,9 @@ class RunningRequests:
         write_options(record, options, self.config)
         if self._counts is not None:
             assert self._selected is not None
-            self._selected[seat] = self.room.counts(options.method, options.budget)
+            fixed = self._heads.fixed.get(options.method)
+            counts = self.room.counts(options.method, options.budget) if fixed is None else fixed
+            self._selected[seat] = counts
             self._counts.stage_write(seat, 0, self._selected[seat].tolist())
         row = np.zeros(COLUMNS, dtype=np.int32)
         for column, name in COLUMNS_OF_SEATS.items():

@@ -240,9 +240,9 @@ def _rank_kernel(
             tally += tl.histogram(tl.where(counted, digit, 256), 512)
         tally = tl.where(bins < 256, tally, 0)
         reaching = tl.sum(tally, 0) - tl.cumsum(tally, 0) + tally
-        digit = tl.max(tl.where(reaching >= left, bins, 0), 0)
-        left -= tl.sum(tl.where(bins > digit, tally, 0), 0)
-        least = least | (digit.to(tl.uint32) << (24 - 8 * part))
+        last = tl.max(tl.where(reaching >= left, bins, 0), 0)
+        left -= tl.sum(tl.where(bins > last, tally, 0), 0)
+        least = least | (last.to(tl.uint32) << (24 - 8 * part))
 
     found = sink
     equal_found = tl.zeros([], tl.int32)
@@ -450,7 +450,7 @@ def _rank(
         GROUP=plan.scores.shape[1],
         PAGE=store.page_size,
         TILE=tile_tokens,
-        num_warps=8,
+        num_warps=16,
     )
 
 
