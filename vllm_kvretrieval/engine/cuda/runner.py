@@ -178,8 +178,13 @@ class RetrievalModelRunner(GPUModelRunner):
         config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
         groups = groups_that_retrieve(config, itertools.chain.from_iterable(self.attn_groups))
-        heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)
-        self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
+        retrieving = [layers[name] for _, names in groups for name in names]
+        heads = sum(layer.impl.num_kv_heads for layer in retrieving)
+        token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving), default=1)
+        far = tiers is not None
+        self.running = RunningRequests(
+            config, self.max_num_reqs, heads, token, self.device, far=far
+        )
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = self.make_side(self.device)
         kept.attach(groups, layers, side, tiers, is_profiling=is_profiling)

@@ -15,7 +15,7 @@ _EXACT = tl.constexpr(int(Column.EXACT))
 _LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least"])
 def _prepare_kernel(
     seats,
     prefilling,
@@ -26,6 +26,7 @@ def _prepare_kernel(
     choosers,
     fresh,
     dense_lens,
+    least,
     PAGE: tl.constexpr,
     FAR: tl.constexpr,
 ):
@@ -43,7 +44,7 @@ def _prepare_kernel(
     budget += tl.load(options + _SELECT, mask=active, other=0)
     listed = active
     if not FAR:
-        listed = listed & (tl.cdiv(length, PAGE) > budget)
+        listed = listed & (tl.cdiv(length, PAGE) > budget) & (length >= least)
     chooser = tl.load(options + _CHOOSER, mask=listed, other=-1)
     last = tl.load(options + _LAST_LEN, mask=listed, other=0)
     tl.store(choosers + row, chooser)
@@ -54,7 +55,12 @@ def _prepare_kernel(
 
 
 def prepare_rows(
-    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    page_size: int,
+    *,
+    least: int = 0,
+    far: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`.
 
@@ -77,6 +83,7 @@ def prepare_rows(
         rows.choosers,
         rows.fresh,
         rows.dense_lens,
+        least,
         PAGE=page_size,
         FAR=far,
         num_warps=1,
