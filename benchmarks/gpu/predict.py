@@ -24,9 +24,11 @@ from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_
 from benchmarks.gpu.launches import COMMON, CONTEXTS
 from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
+from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
 MODULE = "benchmarks.gpu.predict"
 MODEL = Path(__file__).parent / "llama-3.1-8b"
@@ -128,7 +130,9 @@ class Sizes:
     @property
     def selects(self) -> bool:
         """Whether rows attend to a part of their contexts."""
-        return self.pages > self.budget and not self.config.own.whole
+        least = exact_below(self.config, self.token_bytes, self.batch)
+        near = self.config.home == "device" and self.context < least
+        return self.pages > self.budget and not self.config.own.whole and not near
 
     @property
     def listed(self) -> int:
@@ -159,7 +163,7 @@ class Sizes:
     def choosing(self, launch: Launch) -> float:
         """The share of the KV heads that select by a launch."""
         own = self.config.own
-        corrected = CORRECTED[own.correction_threshold] if own.speculates else 1.0
+        corrected = CORRECTED[CORRECTION_THRESHOLD.of(own)] if own.speculates else 1.0
         return 1 - corrected if launch.side else corrected
 
 

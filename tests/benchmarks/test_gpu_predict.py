@@ -1,5 +1,7 @@
 """Predicted steps on a GPU, and the launches that they are made of: benchmarks/gpu/predict.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.common import read_json
@@ -51,6 +53,18 @@ def test_every_op_of_a_layer_is_predicted():
         *near, "write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"
     }  # fmt: skip
     assert all(time > 0 for time in far.values())
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32])
+def test_short_contexts_are_attended_to_in_full_where_that_is_faster(batch):
+    """By the length that follows from batch and budget, steps are no slower than the faster way."""
+    model, config = predict.Model.read(predict.MODEL), of("device")
+    for context in range(2048, 65536, 1024):
+        found, *ways = (
+            model.step_us(replace(config, exact_below=length), batch, context)
+            for length in (None, 0, 1 << 20)
+        )
+        assert found <= 1.02 * min(ways), context
 
 
 def test_what_gpus_refuse_is_not_predicted():

@@ -138,6 +138,12 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
         "out.",
     ),
+    "short contexts in host memory": (
+        LLAMA,
+        retrieval(home="host", exact_below=4096),
+        "kv_retrieval.exact_below=4096 has no effect with home=host, where a whole context would "
+        "have to come to the device at each step; leave it out.",
+    ),
     "more than slots": (
         LLAMA,
         retrieval(home="auto", budget=(MOST_SLOTS + 1) * 32),

@@ -19,7 +19,12 @@ from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecord
 
 
 def prepare_rows(
-    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    page_size: int,
+    *,
+    least: int = 0,
+    far: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`."""
     starts = rows.query_start.tolist()
@@ -29,7 +34,8 @@ def prepare_rows(
         active = active and bool(rows.slot_mapping[starts[row]] >= 0)
         active = active and not options[Column.EXACT]
         budget = options[[Column.SINK, Column.WINDOW, Column.SELECT]].sum()
-        listed = active and (far or bool(-(-length // page_size) > budget))
+        beyond = bool(-(-length // page_size) > budget) and length >= least
+        listed = active and (far or beyond)
         rows.choosers[row] = options[Column.CHOOSER] if listed else -1
         rows.fresh[row] = listed and bool(options[Column.LAST_LEN] != length - 1)
         rows.dense_lens[row] = int(row == 0) if listed else length
@@ -87,6 +93,7 @@ def _plan_now(query: torch.Tensor, step: DecodeRows, chooser: Chooser) -> None:
     """Plan as the CPU does, but for selections that no head attends to in this step."""
     selection, shape = chooser.selection, (chooser.store.kv_heads, chooser.group, -1)
     former = selection.chosen.clone()
+    assert selection.corrected is not None
     for row, seat in enumerate(step.seats.tolist()):
         if step.mode[row] == Mode.SELECT and step.select[row] > 0:
             now, before = (q.view(shape) for q in (query[row], selection.query[seat]))
@@ -113,6 +120,7 @@ def select_ahead(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.select_ahead`."""
     store, selection = chooser.store, chooser.selection
+    assert selection.corrected is not None
     own = (rows.choosers == number).nonzero()[:, 0]
     step = _step(own, rows, requests, store.page_size, store.kv_heads)
     for row, seat in enumerate(step.seats.tolist()):

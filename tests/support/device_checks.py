@@ -79,10 +79,10 @@ class Layer:
         moved = (tensor.to(self.device) for tensor in (key, value, slot_mapping))
         self.ops.write_kv(*moved, self.cache, self.indexes)
 
-    def step(self, rows, query, far):
+    def step(self, rows, query, far, least=0):
         moved = DeviceRows(*(getattr(rows, f.name).to(self.device) for f in fields(rows)))
         page = self.choosers[0].store.page_size
-        self.ops.prepare_rows(moved, self.requests, page, far=far)
+        self.ops.prepare_rows(moved, self.requests, page, least=least, far=far)
         arguments = query.to(self.device), moved, self.requests, self.choosers, self.plan
         self.ops.plan_decode(*arguments, **self.options)
         return moved
@@ -112,12 +112,14 @@ def decode_steps(
     threshold=0.6,
     counted=False,
     masses=(),
+    least=(0,),
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
-    Records that need not be the specification's are copied from the kernels to it. If ``counted``,
-    KV heads select different numbers of pages, some of them all or none. With ``masses``, the first
-    method's requests attend to the fewest pages that reach one of these.
+    Records that need not be the specification's are copied from the kernels to it. ``least`` is of
+    one step after the other. If ``counted``, KV heads select different numbers of pages, some of
+    them all or none. With ``masses``, the first method's requests attend to the fewest pages that
+    reach one of these.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -181,7 +183,7 @@ def decode_steps(
 
     write_prompts(range(rows))
     query = torch.randn(rows, kv_heads * group, head_size).to(dtype)
-    ahead = 0
+    ahead = short = 0
     for step in range(steps):
         if step == 2:  # another request, in the place and the pages of one that has finished
             tables[0] = tables[0].flip(0)
@@ -200,7 +202,9 @@ def decode_steps(
             *torch.full((3, rows), 99, dtype=torch.int32),
         )  # fmt: skip
         in_rows.slot_mapping[6] = -1
-        expected, actual = (layer.step(in_rows, query, far) for layer in layers)
+        shortest = least[step % len(least)]
+        expected, actual = (layer.step(in_rows, query, far, shortest) for layer in layers)
+        short += bool((expected.choosers[lengths < shortest] < 0).any())
         for name in ("choosers", "fresh", "dense_lens"):
             assert torch.equal(getattr(expected, name), getattr(actual, name).cpu()), name
         same_plans(layers, expected, step)
@@ -209,6 +213,7 @@ def decode_steps(
             layer.look_ahead(of_step)
         same_plans(layers, expected, step)
         ahead += not former.equal(layers[0].selection.chosen)
+    assert bool(short) == any(least), "some contexts are short"
     assert bool(ahead) == (threshold < 1 and steps > 1), "some heads select beside attention"
     assert layers[0].requests.corrected.sum() > 0
     assert bool(masses) == bool(layers[0].requests.spared.sum() > 0)
@@ -293,6 +298,7 @@ def long_contexts(
     same_plans(layers, expected, 0)
     chosen = layers[0].selection.chosen.clone()
     for layer, of_step in zip(layers, steps, strict=True):  # selects the same anew
+        assert layer.selection.corrected is not None
         layer.selection.corrected.zero_()
         layer.selection.chosen.zero_()
         layer.look_ahead(of_step)

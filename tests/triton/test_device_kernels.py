@@ -24,7 +24,12 @@ NOTHING = (None, 8, Pooling.SUM)
 @pytest.mark.parametrize(
     "case",
     [
-        {"methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), NOTHING], "head_size": 128},
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), NOTHING],
+            "head_size": 128,
+            "least": [0, 0, 0, 0, 80, 0],
+            "steps": 6,
+        },
         {
             "methods": [(MinMax(), 4, Pooling.MAX), (Mean(), 8, Pooling.SUM), NOTHING],
             "far": True,

@@ -168,21 +168,28 @@ class DeviceOps(Protocol):
     """One implementation of the ops."""
 
     def prepare_rows(
-        self, rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+        self,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        page_size: int,
+        *,
+        least: int = 0,
+        far: bool = False,
     ) -> None:
         """Find out which rows of a step attend to a selection. Runs once per step.
 
         A row does if it has a seat and a single token, the token has a place in the cache and does
-        not belong to a prompt, the request is not exact, and the context has more pages than sink,
-        window and selection together. ``LAST_LEN`` of the request becomes the length of its
-        context.
+        not belong to a prompt, the request is not exact, and the context has ``least`` tokens and
+        more pages than sink, window and selection together. ``LAST_LEN`` of the request becomes the
+        length of its context.
 
         Args:
             rows: ``choosers``, ``fresh`` and ``dense_lens`` are written.
             requests: ``table`` is written.
             page_size: Tokens per page.
+            least: Tokens of the shortest contexts that are selected from, whatever their budgets.
             far: Whether the cache is slow to read. If so, contexts within their budget get a
-                chooser, too, and are listed as a whole.
+                chooser, too, and are listed as a whole; ``least`` is 0 then.
         """
         ...
 

@@ -11,7 +11,7 @@ from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
-from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod
 
@@ -226,10 +226,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             return
         for method in self.methods:
             method.choose(self.ops, query, rows, requests, plan)
-        for method in self.methods:
-            if method.looks_ahead:
-                ahead = method.choose_ahead
-                self.side.submit(lambda ahead=ahead: ahead(self.ops, rows, requests, room))
+        if any(method.looks_ahead for method in self.methods):
+            self.side.submit(lambda: self._look_ahead(rows, requests, room))
         pairs = len(lse)
         self.ops.sparse_decode(
             query,
@@ -242,6 +240,11 @@ class RetrievalAttentionImpl(AttentionImpl):
             partial,
             **self._rules,
         )
+
+    def _look_ahead(self, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom) -> None:
+        for method in self.methods:
+            if method.looks_ahead:
+                method.choose_ahead(self.ops, rows, requests, room)
 
     @property
     def _rules(self) -> dict[str, Any]:

@@ -175,6 +175,11 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
             f"kv_retrieval.home_path={config.home_path!r} is for home=disk, which is not served on "
             "a GPU; leave it out."
         )
+    if config.home == "host" and config.exact_below:
+        raise RetrievalConfigError(
+            f"kv_retrieval.exact_below={config.exact_below} has no effect with home=host, where a "
+            "whole context would have to come to the device at each step; leave it out."
+        )
     if config.slow_home and sleeps:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} cannot be combined with --enable-sleep-mode, which "

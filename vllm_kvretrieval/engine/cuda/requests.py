@@ -30,6 +30,26 @@ COLUMNS_OF_SEATS = {
 """The columns of the table on the device that have what is in a seat."""
 
 
+SPARE_BYTES = 1 << 26
+"""Keys and values of a layer that a GPU reads in the time that selection takes before attention,
+some 25 us on an H100. A guess."""
+
+
+def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
+    """Tokens below which a context is attended to in full, since that takes no longer.
+
+    All rows of a step together may read as much beyond their budgets as selection is worth.
+
+    Args:
+        config: Options of the engine.
+        token_bytes: Bytes of keys and values of a token in a layer of this worker.
+        rows: Rows of the step that decode.
+    """
+    if config.exact_below is not None:
+        return config.exact_below
+    return config.budget + SPARE_BYTES // (token_bytes * max(rows, 1))
+
+
 @dataclass
 class Usage:
     """The usage of a request so far, its time before interruptions included.
@@ -100,6 +120,8 @@ class RunningRequests:
         config: Options of the engine.
         capacity: Most requests that run at once.
         heads: KV heads of the layers that retrieve.
+        token_bytes: Bytes of keys and values of a token in a retrieval layer.
+        far: Whether the cache of these layers is in host memory.
         device: Where the layers are.
 
     Attributes:
@@ -115,9 +137,17 @@ class RunningRequests:
     """
 
     def __init__(
-        self, config: RetrievalConfig, capacity: int, heads: RetrievalHeads, device: torch.device
+        self,
+        config: RetrievalConfig,
+        capacity: int,
+        heads: RetrievalHeads,
+        token_bytes: int,
+        device: torch.device,
+        *,
+        far: bool,
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
+        self._token_bytes, self._far = token_bytes, far
         self._reader, self._heads = RequestReader(config), heads
         self.room, self.retrieval_heads = heads.room, heads.room.heads
         if config.memory_fraction is not None:
@@ -206,6 +236,16 @@ class RunningRequests:
                 self._finished.append((req_id, usage))
         self._report()
 
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest contexts that are selected from in this step.
+
+        Those in host memory are, all of them, since attention in full reads them too slowly.
+        """
+        if self._far:
+            return 0
+        return exact_below(self.config, self._token_bytes, int(self.batch.decodes.sum()))
+
     def begin_step(self, batch: Batch) -> None:
         """Note a step's requests and count the step."""
         self.batch = batch
@@ -235,14 +275,13 @@ class RunningRequests:
         self.batch = NOBODY
         self._came[:] = False
 
-    def may_be_sparse(self, *, far: bool) -> bool:
-        """Whether some row of the step may attend to a selection, as far as the host knows.
-
-        Args:
-            far: Whether contexts within their budgets are listed, too; see ``prepare_rows``.
-        """
+    def may_be_sparse(self) -> bool:
+        """Whether some row of the step may attend to pages that are listed, as far as the host
+        knows; in host memory these are also contexts within their budgets."""
         batch = self.batch
-        attending = batch.decodes & ~self._exact(batch.seats) if far else self._sparse(batch)
+        attending = self._sparse(batch)
+        if self._far:
+            attending = batch.decodes & ~self._exact(batch.seats)
         return self.assumes_sparse or bool(attending.any())
 
     def may_read_written(self) -> bool:
@@ -258,6 +297,7 @@ class RunningRequests:
     def _sparse(self, batch: Batch) -> np.ndarray:
         """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides."""
         beyond = self._pages(batch.lens) > self._budgets(batch.seats)
+        beyond &= batch.lens >= self.least
         return batch.decodes & ~self._exact(batch.seats) & beyond
 
     def _exact(self, seats: np.ndarray) -> np.ndarray:

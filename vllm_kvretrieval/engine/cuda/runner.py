@@ -204,7 +204,12 @@ class RetrievalModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         attn_groups = itertools.chain.from_iterable(self.attn_groups)
         groups = groups_that_retrieve(config, self.roles, attn_groups)
-        self.running = RunningRequests(config, self.max_num_reqs, self.heads, self.device)
+        retrieving = [layers[name] for _, names in groups for name in names]
+        token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving), default=1)
+        far = tiers is not None
+        self.running = RunningRequests(
+            config, self.max_num_reqs, self.heads, token, self.device, far=far
+        )
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
