@@ -58,7 +58,6 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"sparse_decode {size} {name}", partial(_decode, head_size, dtype)
         yield f"recall_units {size}", partial(_recall, head_size)
         yield f"stage_context {size}", partial(_stage, head_size)
-        yield f"write_tail {size}", partial(_tail, head_size)
         for index in INDEXES:
             name = f"{index.name} {size}"
             step = Step(index, head_size)
@@ -114,7 +113,6 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     kept = f"{ONE_HEAD} d{COMMON}"
     step, capacity = Step(MinMax(), COMMON, kv_heads=1), CAPACITIES[1]
     yield f"sparse_decode {kept}", partial(_decode, COMMON, DTYPES[0], kv_heads=1)
-    yield f"write_tail {kept}", partial(_tail, COMMON, kv_heads=1)
     yield f"write_kv {MinMax().name} {kept}", step.write
     yield f"scores {MinMax().name} {kept}", step.score
     yield f"select {CONTEXTS[1]} pages {kept}", partial(step.select, CONTEXTS[1])
@@ -183,22 +181,19 @@ def _residency(capacity: int, kv_heads: int = KV_HEADS) -> Residency:
     return Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
 
 
-def _tail(head_size: int, kv_heads: int = KV_HEADS) -> None:
-    tokens = torch.empty(1, kv_heads, head_size, dtype=torch.bfloat16)
-    slots = _slots(head_size, kv_heads=kv_heads)
-    kernels.write_tail(tokens, tokens, _rows(), _residency(1, kv_heads), slots)
-
-
 def _resolve(capacity: int, ahead: bool, kv_heads: int = KV_HEADS) -> None:
     width = capacity // 2
     step = Step(MinMax(), 128, width, kv_heads=kv_heads)
     recalls = Recalls.empty(kv_heads * width, "cpu")
     lists = torch.empty(kv_heads, width, dtype=torch.int32)
-    state = _residency(capacity, kv_heads), recalls, lists, PAGE
+    state = _residency(capacity, kv_heads), recalls
     if ahead:
-        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
+        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state, lists, PAGE)
     else:
-        kernels.resolve(step.plan(1, positions=True), _rows(), *state)
+        tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
+        slots = torch.empty(kv_heads * capacity, PAGE, 2 * COMMON, dtype=torch.bfloat16)
+        plan = step.plan(1, positions=True)
+        kernels.resolve(tokens, tokens, plan, _rows(), *state, slots, lists)
 
 
 class Step:

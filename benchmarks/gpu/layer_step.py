@@ -196,10 +196,6 @@ class LayerStep:
             [self.pool.store],
         )
 
-    def _write_tail(self, layer: Layer) -> None:
-        assert layer.residency is not None
-        kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
-
     def _score(self, layer: Layer) -> None:
         of_layer = layer.query, layer.rows, self.requests, 0, layer.chooser
         score_entries(*of_layer, self.room, ahead=True)
@@ -212,8 +208,9 @@ class LayerStep:
 
     def _resolve(self, layer: Layer) -> None:
         assert layer.residency is not None
-        state = layer.rows, layer.residency, self.missed, layer.lists, self.page
-        kernels.resolve(self.plan, *state)
+        assert layer.slots is not None
+        of_layer = layer.rows, layer.residency, self.missed, layer.slots, layer.lists
+        kernels.resolve(layer.key, layer.value, self.plan, *of_layer)
 
     def _resolve_ahead(self, layer: Layer) -> None:
         assert layer.residency is not None
@@ -356,8 +353,7 @@ class LayerStep:
             self._draw(self.early, AHEAD)
             missed, early = (int(r.count) * shape.unit_bytes for r in (self.missed, self.early))
             ops |= {
-                "write_tail": self._op(self._write_tail, tokens),
-                "resolve": self._op(self._resolve, books),
+                "resolve": self._op(self._resolve, books + tokens),
                 "recall": self._op(self._recall_missed, missed, bus=True),
                 "resolve_ahead": self._op(self._resolve_ahead, books),
                 "recall_ahead": self._op(self._recall_early, early, bus=True),
@@ -394,8 +390,6 @@ class LayerStep:
     def _step(self, layer: Layer) -> None:
         """A layer's step as in the engine, with what is ahead on the side, if there is one."""
         self._write(layer)
-        if self.side is not None:
-            self._write_tail(layer)
         self._plan(layer)
         looks_ahead = self.config.own.speculates
         if self.side is None:

@@ -28,6 +28,7 @@ from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
 MODULE = "benchmarks.gpu.predict"
@@ -84,7 +85,6 @@ FIXED = {
     "_build_kernel": 2.5,
     "_build_bits_kernel": 2.5,
     "_cut_kernel": 3.0,
-    "_write_tail_kernel": 2.0,
     "_resolve_kernel": 12.0,
 }
 """us of launches that move little. Guesses."""
@@ -105,12 +105,15 @@ class Sizes:
         config: Options of the engine.
         batch, context: Requests, and tokens of each.
         shape: Of the layer.
+        corrected: Share of the KV heads that select before attention, with methods that speculate;
+            None: as in ``CORRECTED``.
     """
 
     config: RetrievalConfig
     batch: int
     context: int
     shape: Attention
+    corrected: float | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -162,8 +165,11 @@ class Sizes:
 
     def choosing(self, launch: Launch) -> float:
         """The share of the KV heads that select by a launch."""
-        own = self.config.own
-        corrected = CORRECTED[CORRECTION_THRESHOLD.of(own)] if own.speculates else 1.0
+        own, corrected = self.config.own, self.corrected
+        if not own.speculates:
+            corrected = 1.0
+        elif corrected is None:
+            corrected = CORRECTED[CORRECTION_THRESHOLD.of(own)]
         return 1 - corrected if launch.side else corrected
 
 
@@ -186,8 +192,6 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
         case "_write_kernel":
             written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
-        case "_write_tail_kernel":
-            return 2 * sizes.batch * sizes.token_bytes
         case "_score_kernel" if values["NUMBER"] == 0:
             return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 4 * group)
         case "_select_kernel" if values["NUMBER"] == 0:
@@ -204,7 +208,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return keys + (parts if values["SPLITS"] > 1 else 0)
         case "_resolve_kernel":
             slots = math.prod(launch.grid) * values["capacity"]
-            return 16 * slots + 16 * sizes.listed / sizes.config.page_size
+            books = 16 * slots + 16 * sizes.listed / sizes.config.page_size
+            return books + (0 if launch.side else 2 * sizes.batch * sizes.token_bytes)
         case "_recall_kernel":
             share = AHEAD if launch.side else MISSED
             return share * sizes.listed * 2 * shape.head_size * DTYPE.itemsize
@@ -299,7 +304,6 @@ OPS = {
     ("_write_kernel", False): "write_kv",
     ("_build_kernel", False): "write_kv",
     ("_build_bits_kernel", False): "write_kv",
-    ("_write_tail_kernel", False): "write_tail",
     ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
     ("_cut_kernel", False): "plan_decode",
@@ -315,14 +319,15 @@ OPS = {
 
 
 def op_us(home: str, batch: int, context: int) -> dict[str, float]:
-    """Microseconds of each op of a retrieval layer's step, by the names of `decode_layer`.
+    """Microseconds of each op of a retrieval layer's step, by the names of `decode_layer`, where
+    no query turns.
 
     Args:
         home: Where the KV cache is.
         batch, context: Requests, and tokens of each.
     """
     served = {(name, at): config for name, at, config in presets()}
-    sizes = Sizes(served[METHOD, home], batch, context, Attention())
+    sizes = Sizes(served[METHOD, home], batch, context, Attention(), corrected=0.0)
     launches = decode_step(sizes.config, batch=batch, context=context, units=UNITS)
     found: dict[str, float] = {}
     for launch in launches:
@@ -417,8 +422,8 @@ def of_presets(
 
 
 def _step_ms(model: Model, config: RetrievalConfig) -> float | None:
-    """None: its layers are not alike, and which is what is measured of each model."""
-    if config.own.selects_for_others:
+    """None: its layers or heads are not alike, and which do what is measured of each model."""
+    if config.own.selects_for_others or Need.HEADS in config.own.needs:
         return None
     return round(model.step_us(config, 1, LONGEST) / 1e3, 2)
 

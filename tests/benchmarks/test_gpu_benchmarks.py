@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from vllm_kvretrieval.engine.cuda import tiers
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
 MOVERS = (
-    "_write_kernel", "_write_tail_kernel", "_score_kernel", "_select_kernel",
+    "_write_kernel", "_score_kernel", "_select_kernel",
     "_sparse_decode_kernel",
 )  # fmt: skip
 """Kernels whose bytes do not depend on what is missing."""
@@ -83,7 +84,7 @@ def test_layer_step(interpreted, context, side):
     expected = {"write_kv", "score", "plan_decode", "select_ahead"}
     expected |= {"sparse_decode", "step", "prepare_rows"}
     if home == "host":
-        expected |= {"write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"}
+        expected |= {"resolve", "recall", "resolve_ahead", "recall_ahead"}
     assert set(ops) == expected
     entries = 2 * SHAPE.kv_heads * 16 * sparse  # 500 tokens are 16 pages
     assert ops["score"]["bytes"] == entries * (2 * 16 * 2 + 4 * SHAPE.group)
@@ -118,14 +119,14 @@ def test_a_wrong_step_is_not_measured(interpreted):
     ("method", "side"),
     [("freekv", None), ("freekv", AtOnce()), ("quest", None), ("arkvale", None), ("oracle", None)],
 )
-def test_launches_move_the_bytes_that_are_predicted(interpreted, method, side, monkeypatch):
+def test_launches_move_the_bytes_that_are_predicted(interpreted, method, side):
     """Kernels move what `benchmarks.gpu.predict` says that they must, and little more."""
-    monkeypatch.setattr(predict, "CORRECTED", {0.9: 0.0})  # queries stay the same
     home = "device" if side is None else "host"
     config = counted.served(method, home, byte_counts.BUDGET)
     assert config is not None
+    config = replace(config, exact_below=0)
     shape, context = counted.Attention(*byte_counts.SHAPE), byte_counts.CONTEXT
-    sizes = predict.Sizes(config, 1, context, shape)
+    sizes = predict.Sizes(config, 1, context, shape, corrected=0.0)  # queries stay the same
     expected = [
         (launch.kernel, predict.must_move(launch, sizes))
         for launch in counted.decode_step(

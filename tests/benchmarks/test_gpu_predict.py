@@ -50,7 +50,7 @@ def test_every_op_of_a_layer_is_predicted():
     near, far = (predict.op_us(home, 8, 131072) for home in ("device", "host"))
     assert set(near) == {"write_kv", "plan_decode", "select_ahead", "sparse_decode"}
     assert set(far) == {
-        *near, "write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"
+        *near, "resolve", "recall", "resolve_ahead", "recall_ahead"
     }  # fmt: skip
     assert all(time > 0 for time in far.values())
 

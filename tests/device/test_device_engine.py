@@ -162,9 +162,11 @@ def test_short_contexts_get_the_answers_of_stock_vllm(served, expected):
     anew, in replays of the same graphs."""
     whole, grows = expected["exact"], len(EXACT.prompt) + 4
     asked, before = Request(EXACT.prompt, EXACT.tokens, {}), served.replays()
+    sparse = served.sparse_steps()
     try:
         served.exact_below(grows + EXACT.tokens)
         assert_same(served.drive([asked])[0], whole, TOLERANCE)
+        assert served.sparse_steps() == sparse
         served.exact_below(grows)
         answer = served.drive([asked])[0]
         assert sum(served.corrected_by(asked)) >= 2 * 2

@@ -16,7 +16,6 @@ KERNELS = {
     "scores": "_score_kernel",
     "select": "_select_kernel",
     "stage": "_stage_kernel",
-    "tail": "_write_tail_kernel",
     "tokens": "_rank_kernel",
     "write": "_write_kernel",
 }

@@ -226,11 +226,9 @@ def interpreted(device, *, far, kv_heads=2, group=2, head_size=64, steps=10):
 
 
 def write(ops, state):
-    """New keys and values, to the cache, its index, and slots."""
+    """New keys and values, to the cache and its index."""
     store = state.chooser.store
     ops.write_kv(state.key, state.value, state.rows.slot_mapping, state.home, [store])
-    if state.residency is not None:
-        ops.write_tail(state.key, state.value, state.rows, state.residency, state.slots)
 
 
 def select(ops, state):
@@ -238,9 +236,9 @@ def select(ops, state):
 
 
 def resolve(ops, state, **options):
-    """What this step attends to, into slots."""
-    missed = state.missed
-    ops.resolve(state.plan, state.rows, state.residency, missed, state.lists, PAGE)
+    """What this step attends to, into slots, and its tokens."""
+    missed, of_rows = state.missed, (state.key, state.value, state.plan, state.rows)
+    ops.resolve(*of_rows, state.residency, missed, state.slots, state.lists)
     ops.recall_units(
         state.home, state.slots, missed.sources, missed.targets, missed.count, **options
     )

@@ -144,6 +144,11 @@ def exact_below(tokens):
     running.config = replace(running.config, exact_below=tokens)
 
 
+def sparse_steps():
+    """Steps of requests in which they attended to a part of their contexts, as the host counts."""
+    return int(_runner().running.counts[1])
+
+
 def replays_by_rows():
     """How many steps have been replays, by the rows of their graphs."""
     counts: Counter[int] = Counter()

@@ -166,8 +166,9 @@ class NoTail(Sound):
     homes = ("host",)
     layer = ("attention", "units")
 
-    def write_tail(self, key, value, rows, residency, slots):
-        pass
+    def resolve(self, key, value, plan, rows, residency, recalls, slots, slot_lists):
+        elsewhere = slots.clone()
+        kernels.resolve(key, value, plan, rows, residency, recalls, elsewhere, slot_lists)
 
 
 FAULTS: dict[str, type[Sound]] = {

@@ -17,11 +17,6 @@ def test_no_more_slots_than_a_step_needs(interpreted):
     interpreted(slot_checks.resolve, capacity=9, select=6, rows=2, least_hits=0.4)
 
 
-@pytest.mark.parametrize(("kv_heads", "head_size", "capacity"), [(2, 64, 7), (1, 96, 16)])
-def test_write_tail(interpreted, kv_heads, head_size, capacity):
-    interpreted(slot_checks.tail, kv_heads=kv_heads, head_size=head_size, capacity=capacity)
-
-
 @pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (2, 128, 32)])
 def test_stage_context(interpreted, kv_heads, head_size, page):
     interpreted(slot_checks.stage, kv_heads=kv_heads, head_size=head_size, page=page, programs=5)

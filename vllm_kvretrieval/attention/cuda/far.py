@@ -141,12 +141,12 @@ class FarLayer:
             scale: Softmax scale.
             rules: The model's rules of attention; see ``SlotOps.sparse_decode``.
         """
-        tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
-        ops.write_tail(key, value, rows, self._residency, self.slots)
+        tier, ops = self._tier, self._tier.ops
         for method in methods:
             method.choose(ops, query, rows, requests, plan)
         lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
-        ops.resolve(plan, rows, self._residency, self._missed, lists, page_size)
+        of_layer = self._residency, self._missed, self.slots
+        ops.resolve(key, value, plan, rows, *of_layer, lists)
         self._recall(self._missed, MISSED_PROGRAMS)
         ahead = [method for method in methods if method.looks_ahead]
         if ahead:  # others attend to all that they select

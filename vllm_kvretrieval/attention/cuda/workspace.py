@@ -70,6 +70,7 @@ class Workspace:
         self._merged = torch.empty(pairs, group, device=device)
         self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
+        self._rooms: dict[int, ScoreRoom] = {}
 
     @staticmethod
     def rows_that_differ(most: int) -> list[int]:
@@ -98,7 +99,9 @@ class Workspace:
 
     def ahead(self, rows: int) -> ScoreRoom:
         """Where the layers of a step of ``rows`` rows select for the next one."""
-        return self._room(rows * self.kv_heads, -1)
+        if rows not in self._rooms:
+            self._rooms[rows] = self._room(rows * self.kv_heads, -1)
+        return self._rooms[rows]
 
     def _room(self, pairs: int, number: int) -> ScoreRoom:
         programs = count_programs(pairs, self.units)

@@ -11,7 +11,6 @@ from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
 from vllm_kvretrieval.kernels.triton.rows import prepare_rows
 from vllm_kvretrieval.kernels.triton.select import plan_decode, select_ahead
 from vllm_kvretrieval.kernels.triton.stage import stage_context
-from vllm_kvretrieval.kernels.triton.tail import write_tail
 from vllm_kvretrieval.kernels.triton.tokens import filter_tokens, plan_tokens
 from vllm_kvretrieval.kernels.triton.write import write_kv
 
@@ -30,5 +29,4 @@ __all__ = [
     "sparse_decode",
     "stage_context",
     "write_kv",
-    "write_tail",
 ]
