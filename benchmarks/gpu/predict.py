@@ -28,8 +28,8 @@ from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
+from vllm_kvretrieval.retrieval.needs import Need
 
 MODULE = "benchmarks.gpu.predict"
 MODEL = Path(__file__).parent / "llama-3.1-8b"
