@@ -24,6 +24,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.presets import preset_names
 
 DTYPE = torch.bfloat16
@@ -68,8 +69,7 @@ def served(method: str, home: str, budget: int = 2048) -> RetrievalConfig | None
         config = RetrievalConfig(method=method, home=home, budget=budget)
         refusals.check_options(config)
         refusals.check_home(config, sleeps=False)
-        for each in config.methods.values():
-            refusals.check_method(each)
+        refusals.check_methods(config)
     except RetrievalConfigError:
         return None
     return config
@@ -174,7 +174,8 @@ def _attached(
     pages = batch * -(-context // config.page_size)
     size = pages, shape.kv_heads, config.page_size, 2 * shape.head_size
     cache = torch.empty(size, dtype=DTYPE, device=NOWHERE)
-    requests: Any = SimpleNamespace(capacity=batch)
+    room = Capacity(config, [shape.kv_heads], context)
+    requests: Any = SimpleNamespace(capacity=batch, room=room, counts_of=lambda name: None)
     kept = layers.RetrievalLayers(kernels, config, requests, context, NOWHERE)
     builder: Any = SimpleNamespace(
         attach=lambda *args: None,
@@ -187,7 +188,7 @@ def _attached(
         slots = BUDGETS * config.budget_limit // config.page_size
         tiers = SimpleNamespace(staged=1, seats=batch, capacity=slots)
     layer = SimpleNamespace(impl=impl, kv_cache=cache)
-    kept.attach([(builder, [LAYER])], {LAYER: layer}, tiers, noted if tiers else None)
+    kept.attach([(builder, [LAYER])], {LAYER: layer}, noted, tiers)
     return impl
 
 

@@ -77,7 +77,7 @@ def _gather(results: Results) -> float:
 
 
 def _selection(results: Results) -> float:
-    return float(results[f"device, context {LONG}, batch 8"]["ops"]["plan_decode"]["us"])
+    return float(results[f"device, context {LONG}, batch 8"]["ops"]["select_ahead"]["us"])
 
 
 def _attention(results: Results) -> float:

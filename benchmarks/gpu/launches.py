@@ -16,7 +16,10 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
+from vllm_kvretrieval.kernels.triton.mass import cut_lists
+from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.scores import score_entries
+from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -25,6 +28,7 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -54,7 +58,6 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"sparse_decode {size} {name}", partial(_decode, head_size, dtype)
         yield f"recall_units {size}", partial(_recall, head_size)
         yield f"stage_context {size}", partial(_stage, head_size)
-        yield f"write_tail {size}", partial(_tail, head_size)
         for index in INDEXES:
             name = f"{index.name} {size}"
             step = Step(index, head_size)
@@ -68,6 +71,17 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
             yield f"scores {name}", step.score
+            yield f"scores ahead {name}", partial(step.score, ahead=True)
+        step = Step(OneBit(), head_size)
+        yield f"index one_bit {size}", step.build
+        yield f"scores one_bit tokens {size}", step.score_tokens
+        yield f"scores exact tokens {size}", Step(Exact(), head_size, entry=1).score_tokens
+    for shared in (False, True):
+        step = Step(Exact(), COMMON, entry=1) if shared else Step(OneBit(), COMMON)
+        name = "tokens of all heads" if shared else "tokens"
+        yield f"pool {name}", partial(step.pool_tokens, shared=shared)
+        yield f"rank {name}", step.filter_tokens if shared else step.plan_tokens
+    yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
         yield f"sparse_decode softcap d{head_size}", partial(_decode, head_size, softcap=50.0)
@@ -75,12 +89,17 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
+    for pages in CONTEXTS:
+        step = Step(MinMax(), COMMON)
+        yield f"select_ahead {pages} pages d{COMMON}", partial(step.select_ahead, pages)
     for pages in CONTEXTS[::2]:
         yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
     for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
         step = Step(MinMax(), COMMON, pooling=pooling)
         name = f"select {CONTEXTS[1]} pages {pooling.name.lower()} d{COMMON}"
         yield name, partial(step.select, CONTEXTS[1])
+    step = Step(Mean(), COMMON)
+    yield f"cut {CONTEXTS[1]} pages", step.cut
     step = Step(MinMax(), COMMON)
     yield (
         f"select {CONTEXTS[1]} pages positions d{COMMON}",
@@ -94,7 +113,6 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     kept = f"{ONE_HEAD} d{COMMON}"
     step, capacity = Step(MinMax(), COMMON, kv_heads=1), CAPACITIES[1]
     yield f"sparse_decode {kept}", partial(_decode, COMMON, DTYPES[0], kv_heads=1)
-    yield f"write_tail {kept}", partial(_tail, COMMON, kv_heads=1)
     yield f"write_kv {MinMax().name} {kept}", step.write
     yield f"scores {MinMax().name} {kept}", step.score
     yield f"select {CONTEXTS[1]} pages {kept}", partial(step.select, CONTEXTS[1])
@@ -114,6 +132,7 @@ def _decode(
     dtype: torch.dtype = torch.bfloat16,
     kv_heads: int = KV_HEADS,
     *,
+    page: int = PAGE,
     sinks: bool = False,
     softcap: float = 0.0,
 ) -> None:
@@ -121,7 +140,7 @@ def _decode(
     rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
     kernels.sparse_decode(
         query,
-        _slots(head_size, dtype, kv_heads),
+        _slots(head_size, dtype, kv_heads).view(-1, page, 2 * head_size),
         torch.empty(kv_heads, 64, dtype=torch.int32),
         torch.empty(kv_heads, dtype=torch.int32),
         head_size**-0.5,
@@ -162,22 +181,19 @@ def _residency(capacity: int, kv_heads: int = KV_HEADS) -> Residency:
     return Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
 
 
-def _tail(head_size: int, kv_heads: int = KV_HEADS) -> None:
-    tokens = torch.empty(1, kv_heads, head_size, dtype=torch.bfloat16)
-    slots = _slots(head_size, kv_heads=kv_heads)
-    kernels.write_tail(tokens, tokens, _rows(), _residency(1, kv_heads), slots)
-
-
 def _resolve(capacity: int, ahead: bool, kv_heads: int = KV_HEADS) -> None:
     width = capacity // 2
     step = Step(MinMax(), 128, width, kv_heads=kv_heads)
     recalls = Recalls.empty(kv_heads * width, "cpu")
     lists = torch.empty(kv_heads, width, dtype=torch.int32)
-    state = _residency(capacity, kv_heads), recalls, lists, PAGE
+    state = _residency(capacity, kv_heads), recalls
     if ahead:
-        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state)
+        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state, lists, PAGE)
     else:
-        kernels.resolve(step.plan(1, positions=True), _rows(), *state)
+        tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
+        slots = torch.empty(kv_heads * capacity, PAGE, 2 * COMMON, dtype=torch.bfloat16)
+        plan = step.plan(1, positions=True)
+        kernels.resolve(tokens, tokens, plan, _rows(), *state, slots, lists)
 
 
 class Step:
@@ -190,6 +206,7 @@ class Step:
         width: int = 64,
         pooling: Pooling = Pooling.MEAN_SOFTMAX,
         kv_heads: int = KV_HEADS,
+        entry: int = PAGE,
     ) -> None:
         cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
         shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
@@ -197,6 +214,7 @@ class Step:
             index,
             pages=1,
             page_size=PAGE,
+            entry_tokens=entry,
             cache=cache,
             layout="token_major",
             alignment=RECORD_ALIGNMENT,
@@ -244,11 +262,40 @@ class Step:
         """Records of pages that arrived by other means."""
         kernels.index_pages(torch.zeros(1, dtype=torch.int32), self._store)
 
-    def score(self) -> None:
-        """One launch of the two of `plan_decode`."""
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
+    def score(self, *, ahead: bool = False) -> None:
+        """One launch of the two of `plan_decode`, or of `select_ahead`."""
+        plan = self.plan(CONTEXTS[1])
+        score_entries(self._query, _rows(), _requests(), 0, self.chooser, plan, ahead=ahead)
+
+    def score_tokens(self) -> None:
+        """The first launch of `plan_tokens`, or of `filter_tokens`."""
+        score = score_bits if self.builds else score_tokens
+        score(self._query, _rows(), _requests(), 0, self._store, 1.0, self.plan(CONTEXTS[1]))
+
+    def pool_tokens(self, *, shared: bool) -> None:
+        """The second launch of `plan_tokens`, or of `filter_tokens`."""
+        plan, pooling = self.plan(CONTEXTS[1]), int(self.chooser.pooling)
+        pool_tokens(_rows(), _requests(), 0, self._store, plan, pooling, shared=shared)
+
+    def plan_tokens(self) -> None:
+        """Its last launch."""
+        plan = self.plan(CONTEXTS[1])
+        kernels.plan_tokens(self._query, _rows(), _requests(), {0: self.chooser}, plan)
+
+    def filter_tokens(self) -> None:
+        """Its last launch."""
+        given = self._query, _rows(), _requests(), 0, (), self._store, 1.0
+        kernels.filter_tokens(*given, self.plan(CONTEXTS[1]))
+
+    def cut(self) -> None:
+        """What a mass needs of a selection."""
+        cut_lists(_rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
     def select(self, pages: int, positions: bool = False) -> None:
         """The other one is compiled last."""
         plan = self.plan(pages, positions)
         kernels.plan_decode(self._query, _rows(pages), _requests(), [self.chooser], plan)
+
+    def select_ahead(self, pages: int) -> None:
+        """The other one of that."""
+        kernels.select_ahead(_rows(pages), _requests(), 0, self.chooser, self.plan(pages))

@@ -18,7 +18,13 @@ from tests.spec import slots as slots_reference
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import count_programs
 from vllm_kvretrieval.kernels import triton as kernels
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, Selection
@@ -78,6 +84,8 @@ class LayerStep:
                 device=self.device,
                 positions=side is not None,
             )
+            scores, stats = (torch.empty_like(of) for of in (self.plan.scores, self.plan.stats))
+            self.room = ScoreRoom(scores, stats)
             self.partial = DecodeWorkspace.empty(
                 rows=pairs,
                 splits=splits,
@@ -188,20 +196,21 @@ class LayerStep:
             [self.pool.store],
         )
 
-    def _write_tail(self, layer: Layer) -> None:
-        assert layer.residency is not None
-        kernels.write_tail(layer.key, layer.value, layer.rows, layer.residency, layer.slots)
-
     def _score(self, layer: Layer) -> None:
-        score_entries(layer.query, layer.rows, self.requests, 0, layer.chooser, self.plan)
+        of_layer = layer.query, layer.rows, self.requests, 0, layer.chooser
+        score_entries(*of_layer, self.room, ahead=True)
 
     def _plan(self, layer: Layer) -> None:
         kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
 
+    def _select_ahead(self, layer: Layer) -> None:
+        kernels.select_ahead(layer.rows, self.requests, 0, layer.chooser, self.room)
+
     def _resolve(self, layer: Layer) -> None:
         assert layer.residency is not None
-        state = layer.rows, layer.residency, self.missed, layer.lists, self.page
-        kernels.resolve(self.plan, *state)
+        assert layer.slots is not None
+        of_layer = layer.rows, layer.residency, self.missed, layer.slots, layer.lists
+        kernels.resolve(layer.key, layer.value, self.plan, *of_layer)
 
     def _resolve_ahead(self, layer: Layer) -> None:
         assert layer.residency is not None
@@ -298,7 +307,9 @@ class LayerStep:
             fresh=number + 1,
             dense_lens=number,
         )
-        requests = DeviceRequests(self.requests.table[:1].cpu(), torch.zeros(1, dtype=torch.int64))
+        requests = DeviceRequests(
+            self.requests.table[:1].cpu(), *torch.zeros(2, 1, dtype=torch.int64)
+        )
         plan = DevicePlan.empty(
             rows=1,
             kv_heads=heads,
@@ -332,7 +343,8 @@ class LayerStep:
         ops = {
             "write_kv": self._op(self._write, tokens, bus=False),
             "score": self._op(self._score, entries * (record + 4 * group)),
-            "plan_decode": self._op(self._plan, entries * (record + 12 * group)),
+            "plan_decode": self._op(self._plan, 0),
+            "select_ahead": self._op(self._select_ahead, entries * (record + 12 * group)),
         }
         if far:
             slots = batch * shape.kv_heads * BUDGETS * self.budget.total
@@ -341,8 +353,7 @@ class LayerStep:
             self._draw(self.early, AHEAD)
             missed, early = (int(r.count) * shape.unit_bytes for r in (self.missed, self.early))
             ops |= {
-                "write_tail": self._op(self._write_tail, tokens),
-                "resolve": self._op(self._resolve, books),
+                "resolve": self._op(self._resolve, books + tokens),
                 "recall": self._op(self._recall_missed, missed, bus=True),
                 "resolve_ahead": self._op(self._resolve_ahead, books),
                 "recall_ahead": self._op(self._recall_early, early, bus=True),
@@ -377,21 +388,24 @@ class LayerStep:
         kernels.prepare_rows(layer.rows, self.requests, self.page, far=far)
 
     def _step(self, layer: Layer) -> None:
-        """A layer's step as in the engine, with recall ahead on the side."""
+        """A layer's step as in the engine, with what is ahead on the side, if there is one."""
         self._write(layer)
-        if self.side is not None:
-            self._write_tail(layer)
         self._plan(layer)
+        looks_ahead = self.config.own.speculates
         if self.side is None:
+            if looks_ahead:
+                self._select_ahead(layer)
             self._attend(layer)
             return
         self._resolve(layer)
         self._recall_missed(layer)
 
         def ahead() -> None:
+            self._select_ahead(layer)
             self._resolve_ahead(layer)
             self._recall_early(layer)
 
-        self.side.submit(ahead)
+        if looks_ahead:
+            self.side.submit(ahead)
         self._attend(layer)
         self.side.wait()

@@ -24,9 +24,12 @@ from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_
 from benchmarks.gpu.launches import COMMON, CONTEXTS
 from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
+from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
+from vllm_kvretrieval.retrieval.needs import Need
 
 MODULE = "benchmarks.gpu.predict"
 MODEL = Path(__file__).parent / "llama-3.1-8b"
@@ -64,6 +67,12 @@ STOCK_WRITE = 2.0
 SCORE_SHARE = {LOW_RANK: 0.8, EXACT: 0.8}
 """Share of HBM by index, of others 0.9: a record of low_rank has several short fields, and keys
 come in short tiles. Guesses."""
+RANK, READS_OF_RANK, OF_UNIT = 10.0, 5, 100e9
+"""us of ranking tokens beside its reads, how often it reads the scores, and the bytes per second
+that a multiprocessor reads of the L2 cache. Guesses."""
+CORRECTED = {0.9: 0.63, 0.8: 0.25}
+"""Share of KV heads that select before attention, by the threshold below which they do: as measured
+with small models on CPUs (docs/papers.md)."""
 SELECT = 10.0, 15.0
 """us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
@@ -74,7 +83,8 @@ MERGED = 4
 FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
-    "_write_tail_kernel": 2.0,
+    "_build_bits_kernel": 2.5,
+    "_cut_kernel": 3.0,
     "_resolve_kernel": 12.0,
 }
 """us of launches that move little. Guesses."""
@@ -95,12 +105,15 @@ class Sizes:
         config: Options of the engine.
         batch, context: Requests, and tokens of each.
         shape: Of the layer.
+        corrected: Share of the KV heads that select before attention, with methods that speculate;
+            None: as in ``CORRECTED``.
     """
 
     config: RetrievalConfig
     batch: int
     context: int
     shape: Attention
+    corrected: float | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -120,7 +133,9 @@ class Sizes:
     @property
     def selects(self) -> bool:
         """Whether rows attend to a part of their contexts."""
-        return self.pages > self.budget and not self.config.own.whole
+        least = exact_below(self.config, self.token_bytes, self.batch)
+        near = self.config.home == "device" and self.context < least
+        return self.pages > self.budget and not self.config.own.whole and not near
 
     @property
     def listed(self) -> int:
@@ -129,12 +144,33 @@ class Sizes:
         return rows * self.shape.kv_heads * min(self.context, self.budget * self.config.page_size)
 
     @property
+    def tokens(self) -> int:
+        """Tokens that KV heads rank, where these select single tokens."""
+        if not self.selects or not self.config.own.per_token:
+            return 0
+        return self.batch * self.shape.kv_heads * self.context
+
+    @property
     def entries(self) -> int:
         """Entries that are scored, of all rows and KV heads."""
         own = self.config.own
         if not self.selects or own.index is None:
             return 0
-        return self.batch * self.shape.kv_heads * (self.context // own.entry_tokens)
+        return self.lists * (self.context // own.entry_tokens)
+
+    @property
+    def lists(self) -> int:
+        """Of all rows and KV heads."""
+        return self.batch * self.shape.kv_heads
+
+    def choosing(self, launch: Launch) -> float:
+        """The share of the KV heads that select by a launch."""
+        own, corrected = self.config.own, self.corrected
+        if not own.speculates:
+            corrected = 1.0
+        elif corrected is None:
+            corrected = CORRECTED[CORRECTION_THRESHOLD.of(own)]
+        return 1 - corrected if launch.side else corrected
 
 
 def record_bytes(sizes: Sizes) -> int:
@@ -156,19 +192,24 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
         case "_write_kernel":
             written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
-        case "_write_tail_kernel":
-            return 2 * sizes.batch * sizes.token_bytes
-        case "_score_kernel":
-            return sizes.entries * (record_bytes(sizes) + 4 * group)
+        case "_score_kernel" if values["NUMBER"] == 0:
+            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 4 * group)
         case "_select_kernel" if values["NUMBER"] == 0:
-            return sizes.entries * 4 * group
+            return sizes.choosing(launch) * sizes.entries * 4 * group
+        case "_score_bits_kernel":
+            return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
+        case "_pool_kernel":
+            return sizes.entries * values["ENTRY"] * 4 * (group + 1)
+        case "_rank_kernel":
+            return READS_OF_RANK * 4 * sizes.tokens
         case "_sparse_decode_kernel":
             parts = 2 * math.prod(launch.grid) * group * 4 * (shape.head_size + 1)
             keys = sizes.listed * 2 * shape.head_size * DTYPE.itemsize
             return keys + (parts if values["SPLITS"] > 1 else 0)
         case "_resolve_kernel":
             slots = math.prod(launch.grid) * values["capacity"]
-            return 16 * slots + 16 * sizes.listed / sizes.config.page_size
+            books = 16 * slots + 16 * sizes.listed / sizes.config.page_size
+            return books + (0 if launch.side else 2 * sizes.batch * sizes.token_bytes)
         case "_recall_kernel":
             share = AHEAD if launch.side else MISSED
             return share * sizes.listed * 2 * shape.head_size * DTYPE.itemsize
@@ -176,8 +217,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
 
 
 def _score(launch: Launch, sizes: Sizes) -> float:
-    share = SCORE_SHARE.get(launch.values["KIND"], 0.9)
-    return SCORE + us(sizes.entries * record_bytes(sizes)) / share
+    share = SCORE_SHARE.get(launch.values.get("KIND"), 0.9)
+    return SCORE + us(sizes.choosing(launch) * sizes.entries * record_bytes(sizes)) / share
 
 
 def _select(launch: Launch, sizes: Sizes) -> float:
@@ -190,7 +231,18 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     at_once = UNITS * programs(ARCH, [*used[:3], warps])
     few, many = SELECT
     wave = few + many * pages / 4096 * (16 / warps) ** 0.5
-    return wave * -(-math.prod(launch.grid) // at_once)
+    share = sizes.choosing(launch)
+    some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
+    return IDLE + some * (wave * math.ceil(share * sizes.lists / at_once) - IDLE)
+
+
+def _pool(launch: Launch, sizes: Sizes) -> float:
+    return SCORE + us(must_move(launch, sizes)) / 0.9
+
+
+def _rank(launch: Launch, sizes: Sizes) -> float:
+    lists = math.prod(launch.grid)
+    return RANK + us(must_move(launch, sizes) / lists, OF_UNIT) * -(-lists // UNITS)
 
 
 def _attend(launch: Launch, sizes: Sizes) -> float:
@@ -215,12 +267,15 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
         return FIXED[launch.kernel]
     if launch.kernel == "_recall_kernel":
         return RECALL + us(must_move(launch, sizes), BUS)
-    works = sizes.selects if launch.kernel != "_sparse_decode_kernel" else sizes.listed
+    works = sizes.entries if launch.kernel != "_sparse_decode_kernel" else sizes.listed
     if not works or launch.values.get("NUMBER"):
         return IDLE
     ops: dict[str, Callable[[Launch, Sizes], float]] = {
         "_score_kernel": _score,
         "_select_kernel": _select,
+        "_score_bits_kernel": _score,
+        "_pool_kernel": _pool,
+        "_rank_kernel": _rank,
         "_sparse_decode_kernel": _attend,
     }
     return ops[launch.kernel](launch, sizes)
@@ -231,8 +286,9 @@ def launches_of(launch: Launch) -> int:
     return 2 if launch.kernel == DENSE_HALF else 1
 
 
-def layer_us(sizes: Sizes) -> tuple[float, float]:
-    """A retrieval layer: on the path, and beside the model."""
+def layer_us(sizes: Sizes) -> tuple[float, float, float]:
+    """A retrieval layer: on the path, and beside the model, where it takes device memory's time
+    from the model, the last one."""
     launches = decode_step(
         sizes.config, batch=sizes.batch, context=sizes.context, units=UNITS, shape=sizes.shape
     )
@@ -240,15 +296,19 @@ def layer_us(sizes: Sizes) -> tuple[float, float]:
         sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
         for side in (False, True)
     )
-    return path, beside
+    shared = (e for e in launches if e.side and e.kernel != "_recall_kernel")
+    return path, beside, sum(us(must_move(e, sizes)) for e in shared)
 
 
 OPS = {
     ("_write_kernel", False): "write_kv",
     ("_build_kernel", False): "write_kv",
-    ("_write_tail_kernel", False): "write_tail",
+    ("_build_bits_kernel", False): "write_kv",
     ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
+    ("_cut_kernel", False): "plan_decode",
+    ("_score_kernel", True): "select_ahead",
+    ("_select_kernel", True): "select_ahead",
     ("_resolve_kernel", False): "resolve",
     ("_resolve_kernel", True): "resolve_ahead",
     ("_recall_kernel", False): "recall",
@@ -259,14 +319,15 @@ OPS = {
 
 
 def op_us(home: str, batch: int, context: int) -> dict[str, float]:
-    """Microseconds of each op of a retrieval layer's step, by the names of `decode_layer`.
+    """Microseconds of each op of a retrieval layer's step, by the names of `decode_layer`, where
+    no query turns.
 
     Args:
         home: Where the KV cache is.
         batch, context: Requests, and tokens of each.
     """
     served = {(name, at): config for name, at, config in presets()}
-    sizes = Sizes(served[METHOD, home], batch, context, Attention())
+    sizes = Sizes(served[METHOD, home], batch, context, Attention(), corrected=0.0)
     launches = decode_step(sizes.config, batch=batch, context=context, units=UNITS)
     found: dict[str, float] = {}
     for launch in launches:
@@ -302,7 +363,8 @@ class Model:
     def step_us(self, config: RetrievalConfig | None, batch: int, context: int) -> float:
         """A decode step; of stock vLLM without options.
 
-        What is beside the model costs nothing as long as all of it takes less than the step.
+        What is beside the model costs what it moves in device memory, and nothing else as long as
+        all of it takes less than the step.
         """
         number, each = SMALL
         small = self.layers * number * (each + GAP) * (1 + CROWD * batch)
@@ -311,9 +373,10 @@ class Model:
         dense = STOCK_WRITE + GAP + dense_us(sizes) + 2 * GAP
         if config is None:
             return around + self.layers * dense
-        path, beside = layer_us(sizes)
+        path, beside, shared = layer_us(sizes)
         retrieving = self.layers - config.dense_layers
-        return max(around + retrieving * path + config.dense_layers * dense, retrieving * beside)
+        taken = around + retrieving * (path + shared) + config.dense_layers * dense
+        return max(taken, retrieving * beside)
 
     def cache_gib(self, batch: int, context: int) -> float:
         """The KV cache of requests."""
@@ -353,9 +416,16 @@ def of_presets(
         found.setdefault(name, {})[home] = {
             "path": _listed(launches, sizes, side=False),
             "beside": _listed(launches, sizes, side=True),
-            "ms": round(model.step_us(config, 1, LONGEST) / 1e3, 2),
+            "ms": _step_ms(model, config),
         }
     return found
+
+
+def _step_ms(model: Model, config: RetrievalConfig) -> float | None:
+    """None: its layers or heads are not alike, and which do what is measured of each model."""
+    if config.own.selects_for_others or Need.HEADS in config.own.needs:
+        return None
+    return round(model.step_us(config, 1, LONGEST) / 1e3, 2)
 
 
 def _listed(launches: Sequence[Launch], sizes: Sizes, *, side: bool) -> dict[str, list[int]]:

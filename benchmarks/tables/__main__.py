@@ -74,6 +74,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "request": options.request,
     "presets": presets.presets,
     "served": presets.served,
+    "served_on_gpu": presets.served_on_gpu,
     "restarts": places.restarts,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,

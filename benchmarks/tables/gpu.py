@@ -59,11 +59,14 @@ def launches(results: Results, options: Options) -> str:
     rows = []
     for name, homes in store["presets"].items():
         device, host = homes.get("device"), homes.get("host")
-        cells = [_count(device, "path"), _count(host, "path"), _count(host, "beside")]
-        times = ["" if home is None else f"{home['ms']:.1f}" for home in (device, host)]
+        cells = [_count(home, part) for home in (device, host) for part in ("path", "beside")]
+        times = [
+            "" if home is None or home["ms"] is None else f"{home['ms']:.1f}"
+            for home in (device, host)
+        ]
         rows.append([f"`{name}`", *cells, *times])
-    header = ["preset", "`home=device`", "`home=host`, on the path", "beside the model"]
-    return markdown([*header, "predicted step, ms: device", "host"], rows)
+    parts = (f"`home={home}`, {part}" for home in ("device", "host") for part in ("path", "beside"))
+    return markdown(["preset", *parts, "predicted step, ms: device", "host"], rows)
 
 
 def _time(step: Mapping[str, Any]) -> str:

@@ -5,14 +5,16 @@ from dataclasses import fields
 from typing import Any
 
 from benchmarks.tables.markdown import Options, Results, markdown
-from vllm_kvretrieval.attention.cuda.refusals import check_preset
+from vllm_kvretrieval.attention.cuda import refusals
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families import Method, family_with
 from vllm_kvretrieval.retrieval.keeping import Keeping
-from vllm_kvretrieval.retrieval.needs import CODEC, GPU, SLOW_HOME, Setting
+from vllm_kvretrieval.retrieval.needs import CODEC, GPU, GPU_HOST, SLOW_HOME, Setting
 from vllm_kvretrieval.retrieval.presets import OWN, Preset
 
+ON_GPU = "device", "host"
+"""Homes of the KV cache on a GPU."""
 TOLD: dict[str, dict[str, Any]] = {"razor": {"heads": [[1]]}, "omnikv": {"filters": [0]}}
 """What a method has to be told where no model is known."""
 
@@ -70,7 +72,7 @@ def _unlike(values: Any, usual: Any, names: Iterable[str]) -> list[str]:
 def served(_: Results, options: Options) -> str:
     """Where each preset is served, and why not; from the table of needs."""
     header = ["`--attention-backend`", "CPU, `home=device`", "CPU, `home=disk`"]
-    header += ["8 and 4 bits on disk (`codec`)", "GPU, `home=device` and `home=host`"]
+    header += ["8 and 4 bits on disk (`codec`)", *(f"GPU, `home={home}`" for home in ON_GPU)]
     rows = []
     for name, preset in OWN.items():
         made = RetrievalConfig.from_options(name, TOLD.get(name, {})).own
@@ -78,8 +80,14 @@ def served(_: Results, options: Options) -> str:
         memory = "yes" if raw else "no: its pages are encoded"
         disk = "yes" if not raw else _cell(made, SLOW_HOME)
         codec = "yes" if not raw else _cell(made, SLOW_HOME, CODEC)
-        rows.append([f"`{name}`", memory, disk, codec, _on_gpu(name, made)])
+        rows.append([f"`{name}`", memory, disk, codec, *_on_gpu(name)])
     return markdown(header, rows).rstrip("\n")
+
+
+def served_on_gpu(_: Results, options: Options) -> str:
+    """Which presets each home serves on a GPU, and why not."""
+    header = ["`--attention-backend`", *(f"`home={home}`" for home in ON_GPU)]
+    return markdown(header, [[f"`{name}`", *_on_gpu(name)] for name in OWN]).rstrip("\n")
 
 
 def _cell(method: Method, *settings: Setting) -> str:
@@ -90,11 +98,23 @@ def _cell(method: Method, *settings: Setting) -> str:
     return "yes"
 
 
-def _on_gpu(name: str, method: Method) -> str:
+def _on_gpu(name: str) -> list[str]:
+    """Whether each home serves a preset, by the refusals of its start."""
+    return [_at_home(name, home) for home in ON_GPU]
+
+
+def _at_home(name: str, home: str) -> str:
+    told = TOLD.get(name, {})
     try:
-        check_preset(name, {})
+        refusals.check_preset(name, told)
+        config = RetrievalConfig.from_options(name, {**told, "home": home})
+        refusals.check_options(config)
+        refusals.check_home(config, sleeps=False)
+        refusals.check_methods(config)
     except RetrievalConfigError:
-        if GPU.serves(method):
-            encoded = OWN[name].codec != "raw"
-            return "no: its pages are encoded" if encoded else "no: no kernel for its index"
-    return _cell(method, GPU)
+        if OWN[name].codec != "raw":
+            return "no: its pages are encoded"
+        made = RetrievalConfig.from_options(name, told).own
+        told_by = _cell(made, GPU, *([GPU_HOST, SLOW_HOME] if home == "host" else []))
+        return "no: no kernel for its index" if told_by == "yes" else told_by
+    return "yes"

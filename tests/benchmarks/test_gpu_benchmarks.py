@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from vllm_kvretrieval.engine.cuda import tiers
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
 MOVERS = (
-    "_write_kernel", "_write_tail_kernel", "_score_kernel", "_select_kernel",
+    "_write_kernel", "_score_kernel", "_select_kernel",
     "_sparse_decode_kernel",
 )  # fmt: skip
 """Kernels whose bytes do not depend on what is missing."""
@@ -80,9 +81,10 @@ def test_layer_step(interpreted, context, side):
     sparse, home = context > SHAPE.budget, "device" if side is None else "host"
     assert result["sparse"] == sparse
     ops = result["ops"]
-    expected = {"write_kv", "score", "plan_decode", "sparse_decode", "step", "prepare_rows"}
+    expected = {"write_kv", "score", "plan_decode", "select_ahead"}
+    expected |= {"sparse_decode", "step", "prepare_rows"}
     if home == "host":
-        expected |= {"write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"}
+        expected |= {"resolve", "recall", "resolve_ahead", "recall_ahead"}
     assert set(ops) == expected
     entries = 2 * SHAPE.kv_heads * 16 * sparse  # 500 tokens are 16 pages
     assert ops["score"]["bytes"] == entries * (2 * 16 * 2 + 4 * SHAPE.group)
@@ -122,20 +124,22 @@ def test_launches_move_the_bytes_that_are_predicted(interpreted, method, side):
     home = "device" if side is None else "host"
     config = counted.served(method, home, byte_counts.BUDGET)
     assert config is not None
+    config = replace(config, exact_below=0)
     shape, context = counted.Attention(*byte_counts.SHAPE), byte_counts.CONTEXT
-    sizes = predict.Sizes(config, 1, context, shape)
-    expected = {
-        launch.kernel: predict.must_move(launch, sizes)
+    sizes = predict.Sizes(config, 1, context, shape, corrected=0.0)  # queries stay the same
+    expected = [
+        (launch.kernel, predict.must_move(launch, sizes))
         for launch in counted.decode_step(
             config, batch=1, context=context, units=byte_counts.UNITS, shape=shape
         )
-        if not launch.values.get("NUMBER")  # of the preset itself
-    }
+        if launch.kernel in MOVERS
+    ]
     moved = interpreted(byte_counts.decode_step, method, side)
     compared = [(kernel, nbytes) for kernel, nbytes in moved if kernel in MOVERS]
     assert len(compared) > 3
-    for kernel, nbytes in compared:
-        assert expected[kernel] <= nbytes <= expected[kernel] + BESIDE * shape.kv_heads, kernel
+    for (kernel, nbytes), (wanted, least) in zip(compared, expected, strict=True):
+        assert kernel == wanted
+        assert least <= nbytes <= least + BESIDE * shape.kv_heads, kernel
 
 
 class SmallHome:
@@ -458,5 +462,5 @@ def test_kernels_are_measured_without_vllm():
 
 def test_a_layer_is_measured_under_the_name_that_its_goal_reads():
     case = decode_layer.case_name("device", 131072, 8)
-    results = {case: {"ops": {"plan_decode": {"us": 50.0}}}}
+    results = {case: {"ops": {"select_ahead": {"us": 50.0}}}}
     assert judged("selection", results) == ("50 us", "reached")

@@ -1,5 +1,7 @@
 """Predicted steps on a GPU, and the launches that they are made of: benchmarks/gpu/predict.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.common import read_json
@@ -39,24 +41,51 @@ def test_a_launch_more_is_seen(monkeypatch):
 def test_what_is_beside_the_model_is_counted_apart():
     launches = counted.decode_step(of("host"), batch=1, context=131072, units=132)
     beside = [launch.kernel for launch in launches if launch.side]
-    assert beside == ["_resolve_kernel", "_recall_kernel"]
+    assert beside == ["_score_kernel", "_select_kernel", "_resolve_kernel", "_recall_kernel"]
     assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
 
 
 def test_every_op_of_a_layer_is_predicted():
     """By the names under which a layer is measured."""
     near, far = (predict.op_us(home, 8, 131072) for home in ("device", "host"))
-    assert set(near) == {"write_kv", "plan_decode", "sparse_decode"}
+    assert set(near) == {"write_kv", "plan_decode", "select_ahead", "sparse_decode"}
     assert set(far) == {
-        *near, "write_tail", "resolve", "recall", "resolve_ahead", "recall_ahead"
+        *near, "resolve", "recall", "resolve_ahead", "recall_ahead"
     }  # fmt: skip
     assert all(time > 0 for time in far.values())
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32])
+def test_short_contexts_are_attended_to_in_full_where_that_is_faster(batch):
+    """By the length that follows from batch and budget, steps are no slower than the faster way."""
+    model, config = predict.Model.read(predict.MODEL), of("device")
+    for context in range(2048, 65536, 1024):
+        found, *ways = (
+            model.step_us(replace(config, exact_below=length), batch, context)
+            for length in (None, 0, 1 << 20)
+        )
+        assert found <= 1.02 * min(ways), context
 
 
 def test_what_gpus_refuse_is_not_predicted():
     served = {(name, home) for name, home, _ in counted.presets()}
     assert ("freekv", "host") in served
-    assert not served & {("oracle", "host"), ("fier", "device"), ("ttkv", "host")}
+    assert ("fier", "device") in served
+    assert not served & {
+        ("oracle", "host"),
+        ("fier", "host"),
+        ("snapkv", "device"),
+        ("ttkv", "host"),
+    }
+
+
+def test_layers_that_follow_a_filter_select_nothing():
+    """They write, and attend: two launches beside those of the dense half."""
+    config = counted.served("omnikv", "device")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
+    assert ours == ["_write_kernel", "_sparse_decode_kernel"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

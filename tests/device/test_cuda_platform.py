@@ -11,7 +11,9 @@ import pytest
 
 from benchmarks.common import ROOT
 
-SERVED = "kvretrieval freekv quest arkvale infllm streamingllm full oracle".split()
+SERVED = (
+    "kvretrieval freekv quest arkvale infllm twilight fier omnikv razor streamingllm full oracle"
+).split()
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,26 @@ def test_exact_requests_get_the_answers_of_stock_vllm(served, expected):
     assert difference(expected["exact"], expected["freekv"]) > 10 * TOLERANCE
 
 
+def test_short_contexts_get_the_answers_of_stock_vllm(served, expected):
+    """Contexts beyond the budget are attended to in full up to a length; from there on heads select
+    anew, in replays of the same graphs."""
+    whole, grows = expected["exact"], len(EXACT.prompt) + 4
+    asked, before = Request(EXACT.prompt, EXACT.tokens, {}), served.replays()
+    sparse = served.sparse_steps()
+    try:
+        served.exact_below(grows + EXACT.tokens)
+        assert_same(served.drive([asked])[0], whole, TOLERANCE)
+        assert served.sparse_steps() == sparse
+        served.exact_below(grows)
+        answer = served.drive([asked])[0]
+        assert sum(served.corrected_by(asked)) >= 2 * 2
+    finally:
+        served.exact_below(0)
+    assert served.replays() - before == 3 * (EXACT.tokens - 1)
+    assert answer.logprobs[:4] == pytest.approx(whole.logprobs[:4], abs=TOLERANCE)
+    assert difference(answer, whole) > 10 * TOLERANCE
+
+
 # ------------------------------------------------------------------------- against the CPU's
 
 

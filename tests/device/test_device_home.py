@@ -5,6 +5,7 @@ random between those of the model, until it is waited for.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.config.compilation import CUDAGraphMode
@@ -16,7 +17,9 @@ from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 PAGE, BUDGET = 16, 64
 ROUNDING = 0.1
 """The tolerance of log-probs in bfloat16: another kernel reads contexts within their budgets."""
-OPTIONS = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET, "also": ["quest"]}
+NARROW = {"preset": "quest", "pooling": "mean_softmax", "mass": 0.5}
+OPTIONS: dict[str, Any] = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET}
+OPTIONS |= {"also": {"quest": {}, "narrow": NARROW}}
 ENGINE = {
     "attention_backend": "freekv",
     "compilation_config": {
@@ -111,6 +114,7 @@ def test_answers(engines):
         Request(prompt(150, 1), 9, {"correction_threshold": 0.0}, cache=True),
         Request(prompt(90, 2), 7, {"method": "quest"}, arrives=2),
         Request(prompt(65, 3), 5, {"budget": 48}, arrives=3),
+        Request(prompt(120, 8), 5, {"method": "narrow"}, arrives=3),
         Request(prompt(100, 4), 4, {"exact": True}, arrives=4),
         Request(prompt(60, 5), 6, {}, arrives=5),
     ]

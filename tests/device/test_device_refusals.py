@@ -22,7 +22,7 @@ from vllm_kvretrieval.attention.cuda import refusals
 from vllm_kvretrieval.engine.cuda.runner import MODEL_STATES, RetrievalModelRunner
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
-from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
 from vllm_kvretrieval.platforms.requests import RetrievalRequestError, check_request
@@ -58,7 +58,8 @@ def bench(**extra: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "method", ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "streamingllm", "oracle"]
+    "method",
+    ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "twilight", "streamingllm", "oracle"],
 )
 def test_methods_that_are_served(configure, method):  # noqa: F811
     config = configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
@@ -136,6 +137,12 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         retrieval(home="host", home_path="/tmp"),
         "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
         "out.",
+    ),
+    "short contexts in host memory": (
+        LLAMA,
+        retrieval(home="host", exact_below=4096),
+        "kv_retrieval.exact_below=4096 has no effect with home=host, where a whole context would "
+        "have to come to the device at each step; leave it out.",
     ),
     "more than slots": (
         LLAMA,
@@ -248,3 +255,18 @@ def test_a_number_of_a_request_that_its_methods_may_not_have_on_a_gpu(configure)
     with pytest.raises(RetrievalRequestError, match=r"mass=0\.9 is not served on a GPU yet; leave"):
         check_request(owner, given, None, needs.GPU)
     check_request(owner, given, None, needs.CPU)
+    named = {"kv_retrieval": {"mass": 0.9, "method": "twilight"}}
+    owner = type("Owner", (), {})()
+    owner.vllm_config = configure(
+        LLAMA, attention_backend="kvretrieval", **retrieval(also=["twilight"])
+    )
+    check_request(owner, named, None, needs.GPU)
+
+
+def test_a_mass_in_contexts_that_are_ranked_in_parts(configure):  # noqa: F811
+    longest = TILE_PAGES * 16
+    model = LLAMA | {"max_position_embeddings": longest + 1}
+    options = {"attention_backend": "twilight", **retrieval(page_size=16)}
+    configure(model, max_model_len=longest, **options)
+    with pytest.raises(ValueError, match=pattern(f"use {longest}, or larger pages.")):
+        configure(model, max_model_len=longest + 1, **options)

@@ -72,6 +72,7 @@ QUICK = {
     "device": (
         "nothing selected",
         "last step's list",
+        "nothing selected ahead",
         "another seat's list",
         "index never updated",
         "dropped merge",

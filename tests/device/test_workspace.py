@@ -13,7 +13,7 @@ def test_warm_up_has_rows_of_every_kind(units, kv_heads, most, page_size):
     """Programs and parts per row, which kernels are compiled for, of all numbers of rows."""
     shape = {"kv_heads": kv_heads, "group": 4, "head_size": 64, "entries": 100, "width": 64}
     size = {"rows": most, "units": units, "page_size": page_size}
-    workspace = Workspace(positions=False, device="meta", **size, **shape)
+    workspace = Workspace(positions=False, ahead=True, device="meta", **size, **shape)
 
     def kinds(numbers):
         for rows in numbers:

@@ -40,6 +40,21 @@ def test_decode_steps(indexes, pooling, far, seed):
     )
 
 
+@pytest.mark.parametrize(
+    "case", [{"counted": True}, {"masses": (0.3, 0.7, 0.95), "threshold": 1.0}]
+)
+def test_different_numbers_of_pages(case):
+    methods = [(MinMax(), 32, Pooling.MEAN_SOFTMAX), (None, 32, Pooling.SUM)]
+    device_checks.decode_steps("cuda", methods=methods, page=32, steps=10, **case)
+
+
+@pytest.mark.parametrize(("filters", "counted"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_tokens(head_size, filters, counted):
+    shape = {"kv_heads": 4, "group": 4, "head_size": head_size, "page": 32, "entry": 32}
+    device_checks.token_steps("cuda", filters=filters, counted=counted, **shape)
+
+
 @pytest.mark.parametrize(("head_size", "rank"), [(64, 0), (128, 0), (96, 7), (128, 16)])
 def test_decode_steps_of_low_rank(head_size, rank):
     methods = [(LowRank(rank), 32, Pooling.MEAN_SOFTMAX), (MinMax(), 32, Pooling.MAX)]

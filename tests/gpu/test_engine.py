@@ -122,7 +122,7 @@ def engine_of(mode, model, **options):
 
 def options_of(mode, budget):
     options, own = MODES[mode]
-    kept = {"additional_config": {"kv_retrieval": {"budget": budget, **own}}}
+    kept = {"additional_config": {"kv_retrieval": {"budget": budget, "exact_below": 0, **own}}}
     return {"attention_backend": "FREEKV"} | options | kept
 
 

@@ -63,7 +63,7 @@ def test_a_step_in_a_cuda_graph(home):
     torch.manual_seed(0)
     pages = mapped_home()
     far = home == "host"
-    chain = Chain("cuda", pages if far else pages.clone(), SideStream() if far else None, GROUP)
+    chain = Chain("cuda", pages if far else pages.clone(), SideStream(), GROUP, far)
     chain.prepare()
     chain.step()  # compiles
     torch.cuda.synchronize()

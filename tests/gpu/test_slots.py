@@ -33,13 +33,6 @@ def test_resolve(capacity, select):
     )
 
 
-@pytest.mark.parametrize("kv_heads", [1, 8, 11])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-@pytest.mark.parametrize("capacity", [7, 128, 600])
-def test_write_tail(head_size, kv_heads, capacity):
-    slot_checks.tail("cuda", head_size=head_size, kv_heads=kv_heads, capacity=capacity, rows=20)
-
-
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize("page", [16, 32, 128])
 @pytest.mark.parametrize("programs", [1, 16, 200])

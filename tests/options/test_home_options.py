@@ -97,6 +97,12 @@ def test_host_memory_is_no_home_on_the_cpu():
         check_home(VllmConfig(), config)
 
 
+def test_contexts_beyond_the_budget_are_selected_from_on_the_cpu():
+    config = RetrievalConfig.from_options("freekv", {"exact_below": 4096})
+    with pytest.raises(RetrievalConfigError, match=r"exact_below=4096 is for .* budget=4096"):
+        check_home(VllmConfig(), config)
+
+
 def test_kivi_needs_no_option_but_its_name():
     """The recent 128 tokens are raw, as in the paper."""
     config = RetrievalConfig.from_options("kivi", {})

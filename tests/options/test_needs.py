@@ -14,6 +14,9 @@ from vllm_kvretrieval.retrieval.presets import OWN
 HEADS = [[1, 0]] * 2
 EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.TOKENS: ("fier", {}),
+    Need.TOKEN_MASS: ("fier", {"mass": 0.9}),
+    Need.STALE_TOKENS: ("fier", {"schedule": "speculative"}),
+    Need.LATEST_QUERIES: ("omnikv", {"filters": [2], "observation": "uniform"}),
     Need.KEYS: ("oracle", {}),
     Need.READS: ("kvretrieval", {"rerank": 2, "index": "mean"}),
     Need.EVERYTHING: ("full", {}),

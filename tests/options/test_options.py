@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "dense_layers": 2,
     "max_budget": 4096,
     "memory_fraction": 0.5,
+    "exact_below": 4096,
     "drafts": 4,
     "lossless": True,
     "allow_exact": False,

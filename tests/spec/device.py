@@ -1,17 +1,30 @@
 """The ops of a decode step on a device, in plain torch: their specification."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from tests.spec import ops as reference
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
+from vllm_kvretrieval.kernels.reference.plan import entry_count, select_units, selected, turned
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
+from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, Selection
 
 
 def prepare_rows(
-    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    page_size: int,
+    *,
+    least: int = 0,
+    far: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`."""
     starts = rows.query_start.tolist()
@@ -21,7 +34,8 @@ def prepare_rows(
         active = active and bool(rows.slot_mapping[starts[row]] >= 0)
         active = active and not options[Column.EXACT]
         budget = options[[Column.SINK, Column.WINDOW, Column.SELECT]].sum()
-        listed = active and (far or bool(-(-length // page_size) > budget))
+        beyond = bool(-(-length // page_size) > budget) and length >= least
+        listed = active and (far or beyond)
         rows.choosers[row] = options[Column.CHOOSER] if listed else -1
         rows.fresh[row] = listed and bool(options[Column.LAST_LEN] != length - 1)
         rows.dense_lens[row] = int(row == 0) if listed else length
@@ -59,9 +73,11 @@ def plan_decode(
     plan.lengths[: len(rows) * kv_heads] = -1
     for number, chooser in enumerate(choosers):
         own = (rows.choosers == number).nonzero()[:, 0]
-        step = _step(own, rows, requests, size, kv_heads)
+        step = _step(own, rows, requests, size, kv_heads, mass=chooser.mass)
+        if chooser.store.index is None and chooser.selection.counts is not None:
+            step.mode[step.mode == Mode.SELECT] = Mode.GIVEN
         if len(own):
-            reference.plan_decode(query[own], step, chooser)
+            _plan_now(query[own], step, chooser)
         for i, row in enumerate(own.tolist()):
             for head in range(kv_heads):
                 pair, found = row * kv_heads + head, i * kv_heads + head
@@ -73,8 +89,149 @@ def plan_decode(
                 plan.lists[pair, : len(listed)] = listed
 
 
+def _plan_now(query: torch.Tensor, step: DecodeRows, chooser: Chooser) -> None:
+    """Plan as the CPU does, but for selections that no head attends to in this step."""
+    selection, shape = chooser.selection, (chooser.store.kv_heads, chooser.group, -1)
+    former = selection.chosen.clone()
+    assert selection.corrected is not None
+    for row, seat in enumerate(step.seats.tolist()):
+        if step.mode[row] == Mode.SELECT and step.select[row] > 0:
+            now, before = (q.view(shape) for q in (query[row], selection.query[seat]))
+            fresh, threshold = bool(step.fresh[row]), float(step.numbers["threshold"][row])
+            corrected = [fresh or turned(*of, threshold) for of in zip(now, before, strict=True)]
+            selection.corrected[seat] = torch.tensor(corrected).int()
+            if selection.counts is not None:
+                pages = -(-int(step.seq_lens[row]) // chooser.store.page_size)
+                between = pages - int(step.sink[row]) - int(step.window[row])
+                selection.corrected[seat] += 2 * (selection.counts[seat] >= between).int()
+    reference.plan_decode(query, step, chooser)
+    for row, seat in enumerate(step.seats.tolist()):
+        if step.mode[row] == Mode.SELECT and step.select[row] > 0:
+            waits = selection.corrected[seat] == 0
+            selection.chosen[seat, waits] = former[seat, waits]
+
+
+def select_ahead(
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    chooser: Chooser,
+    room: ScoreRoom,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.select_ahead`."""
+    store, selection = chooser.store, chooser.selection
+    assert selection.corrected is not None
+    own = (rows.choosers == number).nonzero()[:, 0]
+    step = _step(own, rows, requests, store.page_size, store.kv_heads)
+    for row, seat in enumerate(step.seats.tolist()):
+        select, length = int(step.select[row]), int(step.seq_lens[row])
+        if select == 0:
+            continue
+        pages = step.block_table[row, : -(-length // store.page_size)].long()
+        entries = (pages[:, None] * store.parts + torch.arange(store.parts)).flatten()
+        entries = entries[: entry_count(length, store)]
+        between = int(step.sink[row]), len(pages) - int(step.window[row])
+        asked = selection.query[seat].view(store.kv_heads, chooser.group, -1).float()
+        for head in (selection.corrected[seat] == 0).nonzero()[:, 0].tolist():
+            select = selected(step, row, head, len(pages), selection)
+            best, _ = select_units(asked[head], entries, head, chooser, between, select, False)
+            selection.chosen[seat, head, :select] = best
+
+
+def plan_tokens(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    choosers: Mapping[int, Chooser],
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_tokens`."""
+    store = next(iter(choosers.values())).store
+    plan.lengths[: len(rows) * store.kv_heads] = -1
+    for number, chooser in choosers.items():
+        own = (rows.choosers == number).nonzero()[:, 0]
+        if chooser.store.index is None:
+            _list_pages(own, rows, requests, store, plan)
+            continue
+        step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
+        if len(own):
+            forgotten = Selection.empty(
+                seats=len(requests.table),
+                kv_heads=store.kv_heads,
+                group=chooser.group,
+                head_size=store.head_size,
+                most_selected=step.lists.shape[1],
+                dtype=store.dtype,
+                counts=chooser.selection.counts,
+            )
+            reference.plan_decode(query[own], step, replace(chooser, selection=forgotten))
+        _take_lists(own, step, store.kv_heads, plan)
+
+
+def filter_tokens(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    others: Collection[int],
+    store: IndexRecords,
+    scale: float,
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.filter_tokens`."""
+    plan.lengths[: len(rows) * store.kv_heads] = -1
+    for other in others:
+        own = (rows.choosers == other).nonzero()[:, 0]
+        _list_pages(own, rows, requests, store, plan)
+    own = (rows.choosers == number).nonzero()[:, 0]
+    step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
+    chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
+    selector = ContextSelector(store, chosen, query.shape[1] // store.kv_heads, scale)
+    if len(own):
+        reference.select_context(query[own], torch.ones(len(own), 1), step, selector)
+        reference.list_context(step, selector, store.kv_heads)
+    _take_lists(own, step, store.kv_heads, plan)
+
+
+def _list_pages(
+    own: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    store: IndexRecords,
+    plan: DevicePlan,
+) -> None:
+    """The tokens of the first and of the last pages, for methods that select nothing."""
+    size, kv_heads = store.page_size, store.kv_heads
+    for row in own.tolist():
+        options, length = requests.table[rows.seats[row]], int(rows.seq_lens[row])
+        first = torch.arange(int(options[Column.SINK]) * size)
+        begin = (-(-length // size) - int(options[Column.WINDOW])) * size
+        tokens = torch.cat([first, torch.arange(begin, length)])
+        pages = rows.block_table[row, tokens // size]
+        for head in range(kv_heads):
+            pair = row * kv_heads + head
+            plan.lengths[pair] = len(tokens)
+            plan.lists[pair, : len(tokens)] = (pages * kv_heads + head) * size + tokens % size
+
+
+def _take_lists(own: torch.Tensor, step: DecodeRows, kv_heads: int, plan: DevicePlan) -> None:
+    """Lists of tokens into the plan of all rows."""
+    for i, row in enumerate(own.tolist()):
+        for head in range(kv_heads):
+            pair, found = row * kv_heads + head, i * kv_heads + head
+            length = plan.lengths[pair] = step.lengths[found]
+            plan.lists[pair, :length] = step.lists[found, :length]
+
+
 def _step(
-    own: torch.Tensor, rows: DeviceRows, requests: DeviceRequests, size: int, kv_heads: int
+    own: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    size: int,
+    kv_heads: int,
+    *,
+    per_token: bool = False,
+    mass: bool = False,
 ) -> DecodeRows:
     """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
     seats, lengths = rows.seats[own], rows.seq_lens[own]
@@ -84,15 +241,26 @@ def _step(
     )
     budget = sink + window + select
     whole, was_whole = (-(-tokens // size) <= budget for tokens in (lengths, lengths - 1))
+    if per_token:
+        sink, window, select = sink * size, window * size, select * size
     step = DecodeRows.selecting(
         Contexts(rows.block_table[own], lengths, seats),
-        torch.zeros(len(own) * kv_heads, rows.block_table.shape[1], dtype=torch.int32),
+        torch.zeros(
+            len(own) * kv_heads,
+            rows.block_table.shape[1] * (size if per_token else 1),
+            dtype=torch.int32,
+        ),
+        per_token=per_token,
         lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
         sink=torch.where(whole, 0, sink),
         window=torch.where(whole, 0, window),
         select=torch.where(whole, 0, select),
         fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
-        numbers={"threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32)},
+        numbers={
+            "threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32),
+            "mass": options[:, Column.MASS].contiguous().view(torch.float32) if mass else 1.0,
+        },
+        spared=requests.spared,
         corrected=requests.corrected,
     )
     step.mode[whole] = Mode.WHOLE

@@ -21,39 +21,28 @@ def recall_units(
     slots[targets[:listed].long()] = home.flatten(0, 1)[sources[:listed].long()]
 
 
-def write_tail(
+def resolve(
     key: torch.Tensor,
     value: torch.Tensor,
-    rows: DeviceRows,
-    residency: Residency,
-    slots: torch.Tensor,
-) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.write_tail`."""
-    of_seat = slots.view(*residency.held.shape, *slots.shape[1:])
-    for row, seat in enumerate(rows.seats.tolist()):
-        if rows.choosers[row] < 0 or rows.fresh[row]:
-            continue
-        page, offset = divmod(int(rows.seq_lens[row]) - 1, slots.shape[1])
-        for head, slot in (residency.held[seat] == page).nonzero().tolist():
-            of_seat[seat, head, slot, offset] = torch.cat([key[row, head], value[row, head]])
-
-
-def resolve(
     plan: DevicePlan,
     rows: DeviceRows,
     residency: Residency,
     recalls: Recalls,
+    slots: torch.Tensor,
     slot_lists: torch.Tensor,
-    page_size: int,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`."""
-    held = residency.held
+    held, page_size = residency.held, slots.shape[1]
+    of_seat = slots.view(*held.shape, *slots.shape[1:])
     for row, seat in enumerate(rows.seats.tolist()):
         if rows.choosers[row] < 0:
             continue
         if rows.fresh[row]:
             residency.traffic[seat, Traffic.HELD] -= (held[seat] >= 0).sum()
             held[seat] = -1
+        page, offset = divmod(int(rows.seq_lens[row]) - 1, page_size)
+        for head, slot in (held[seat] == page).nonzero().tolist():
+            of_seat[seat, head, slot, offset] = torch.cat([key[row, head], value[row, head]])
         for head in range(held.shape[1]):
             pair = row * held.shape[1] + head
             pages = -(-int(plan.lengths[pair]) // page_size)

@@ -8,13 +8,15 @@ from triton.runtime.interpreter import InterpretedFunction
 KERNELS = {
     "decode": "_sparse_decode_kernel",
     "index": "_build_kernel",
+    "mass": "_cut_kernel",
+    "one_bit": "_score_bits_kernel",
     "recall": "_recall_kernel",
     "resolve": "_resolve_kernel",
     "rows": "_prepare_kernel",
     "scores": "_score_kernel",
     "select": "_select_kernel",
     "stage": "_stage_kernel",
-    "tail": "_write_tail_kernel",
+    "tokens": "_rank_kernel",
     "write": "_write_kernel",
 }
 """By their modules."""

@@ -24,6 +24,7 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
+    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
@@ -53,6 +54,7 @@ class State:
     requests: DeviceRequests
     rows: DeviceRows
     plan: DevicePlan
+    room: ScoreRoom
     key: torch.Tensor
     value: torch.Tensor
     query: torch.Tensor
@@ -84,11 +86,12 @@ class Chain:
     Args:
         device: Where slots, records and lists are.
         home: [pages, kv_heads, PAGE, 2 * head_size]; pages of all rows, as the device sees them.
-        side: Runs what is beside attention; None: the home is on the device, and has no slots.
+        side: Runs what is beside attention.
+        far: Whether the home is in host memory, and there are slots.
         group: Query heads per KV head.
     """
 
-    def __init__(self, device, home, side, group):
+    def __init__(self, device, home, side, group, far):
         self.device, self.side = device, side
         pages, kv_heads, _, width = home.shape
         self.kv_heads, self.group, head_size = kv_heads, group, width // 2
@@ -123,14 +126,18 @@ class Chain:
                 ),
                 DevicePlan.empty(
                     rows=SEATS, kv_heads=kv_heads, group=group, entries=CONTEXT * store.parts,
-                    width=WIDTH, programs=2, device=device, positions=side is not None,
+                    width=WIDTH, programs=2, device=device, positions=far,
+                ),
+                ScoreRoom(
+                    torch.empty(pairs, group, CONTEXT * store.parts),
+                    torch.empty(pairs, 2, 2, group),
                 ),
                 key, value, query, out, torch.zeros(pairs, group),
                 DecodeWorkspace.empty(
                     rows=pairs, splits=4, group=group, head_size=head_size, device=device
                 ),
             )  # fmt: skip
-            if side is not None:
+            if far:
                 self._add_tier(pairs, width)
         table = self.state.requests.table
         table[:, : Column.SELECT + 1] = torch.tensor([SINK, WINDOW, SELECT], device=device)
@@ -171,7 +178,7 @@ class Chain:
     def prepare(self):
         """What an engine does before it replays a step."""
         state = self.state
-        kernels.prepare_rows(state.rows, state.requests, PAGE, far=self.side is not None)
+        kernels.prepare_rows(state.rows, state.requests, PAGE, far=state.residency is not None)
         if state.residency is not None:
             state.residency.step.add_(1)
         for recalls in filter(None, (state.missed, state.early)):
@@ -185,10 +192,9 @@ class Chain:
         select(ops, state)
         if state.residency is not None:
             resolve(ops, state, programs=8)
-            side.submit(lambda: recall_ahead(ops, state, programs=4))
+        side.submit(lambda: look_ahead(ops, state, programs=4))
         attend(ops, state)
-        if side is not None:
-            side.wait()
+        side.wait()
 
     def check(self, run, steps):
         """Take steps, and compare each with its specification.
@@ -211,25 +217,18 @@ class Chain:
         assert 0 < corrected < looked_up, "some heads select anew, and some do not"
 
 
-def interpreted(device, *, side, kv_heads=2, group=2, head_size=64, steps=10):
-    """Steps that the interpreter takes.
-
-    Args:
-        side: The class of side_work.py that runs what is beside attention; None: nothing is.
-    """
+def interpreted(device, *, far, kv_heads=2, group=2, head_size=64, steps=10):
+    """Steps that the interpreter takes, launches beside attention in between."""
     torch.manual_seed(0)
     home = torch.randn(SEATS * CONTEXT, kv_heads, PAGE, 2 * head_size).to(DTYPE)
-    beside = side(kernels) if side is Interleaved else side and side()
-    chain = Chain(device, home, beside, group)
+    chain = Chain(device, home, Interleaved(kernels), group, far)
     chain.check(chain.step, steps)
 
 
 def write(ops, state):
-    """New keys and values, to the cache, its index, and slots."""
+    """New keys and values, to the cache and its index."""
     store = state.chooser.store
     ops.write_kv(state.key, state.value, state.rows.slot_mapping, state.home, [store])
-    if state.residency is not None:
-        ops.write_tail(state.key, state.value, state.rows, state.residency, state.slots)
 
 
 def select(ops, state):
@@ -237,16 +236,19 @@ def select(ops, state):
 
 
 def resolve(ops, state, **options):
-    """What this step attends to, into slots."""
-    missed = state.missed
-    ops.resolve(state.plan, state.rows, state.residency, missed, state.lists, PAGE)
+    """What this step attends to, into slots, and its tokens."""
+    missed, of_rows = state.missed, (state.key, state.value, state.plan, state.rows)
+    ops.resolve(*of_rows, state.residency, missed, state.slots, state.lists)
     ops.recall_units(
         state.home, state.slots, missed.sources, missed.targets, missed.count, **options
     )
 
 
-def recall_ahead(ops, state, **options):
-    """What this step has selected for the next one, into slots that it does not use."""
+def look_ahead(ops, state, **options):
+    """What the next step attends to, and into slots that this one does not use."""
+    ops.select_ahead(state.rows, state.requests, 0, state.chooser, state.room)
+    if state.residency is None:
+        return
     early, selection = state.early, state.chooser.selection
     held = state.rows, state.requests, state.residency
     ops.resolve_ahead(selection, *held, early, state.ahead, PAGE)
@@ -284,7 +286,6 @@ def specify(state, found):
     sparse = state.rows.seq_lens > WIDTH * PAGE
     seats = state.rows.seats[sparse & (state.rows.choosers >= 0)].long()
     ours, theirs = (s.chooser.selection for s in (state, found))
-    assert torch.equal(ours.chosen[seats], theirs.chosen[seats]), "selection"
     assert torch.equal(ours.query[seats], theirs.query[seats]), "queries"
     if state.residency is not None:
         resolve(REFERENCE, state)
@@ -295,8 +296,9 @@ def specify(state, found):
     pairs = lengths >= 0
     expected, actual = ((s.out[rows], s.lse[pairs]) for s in (state, found))
     triton_checks.close(expected, actual, DTYPE)
+    look_ahead(REFERENCE, state)
+    assert torch.equal(ours.chosen[seats], theirs.chosen[seats]), "selection"
     if state.residency is not None:
-        recall_ahead(REFERENCE, state)
         for name in ("held", "stamp", "traffic"):
             assert torch.equal(getattr(state.residency, name), getattr(found.residency, name)), name
         assert torch.equal(state.slots.view(torch.int16), found.slots.view(torch.int16)), "slots"

@@ -18,10 +18,16 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
+    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index import pack, unpack
+from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
+from vllm_kvretrieval.retrieval.index.mean import Mean
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+from vllm_kvretrieval.retrieval.pooling import Pooling
 
 TABLE = 40  # pages of a row's block table
 
@@ -44,6 +50,7 @@ class Layer:
         self.selection = Selection(
             torch.full((seats, kv_heads * group, head_size), 3.0, dtype=dtype, device=device),
             torch.zeros(seats, kv_heads, 9, dtype=torch.int32, device=device),
+            corrected=torch.zeros(seats, kv_heads, dtype=torch.int32, device=device),
         )
         self.choosers = []
         for index, entry, pooling in methods:
@@ -60,8 +67,9 @@ class Layer:
             rows=rows, kv_heads=kv_heads, group=group, entries=entries, width=16, programs=3,
             device=device, positions=positions,
         )  # fmt: skip
-        self.plan.scores.fill_(float("nan"))
-        self.plan.stats.fill_(float("nan"))
+        self.room = ScoreRoom(*map(torch.empty_like, (self.plan.scores, self.plan.stats)))
+        for tensor in self.plan.scores, self.plan.stats, self.room.scores, self.room.stats:
+            tensor.fill_(float("nan"))
 
     @property
     def indexes(self):
@@ -71,13 +79,20 @@ class Layer:
         moved = (tensor.to(self.device) for tensor in (key, value, slot_mapping))
         self.ops.write_kv(*moved, self.cache, self.indexes)
 
-    def step(self, rows, query, far):
+    def step(self, rows, query, far, least=0):
         moved = DeviceRows(*(getattr(rows, f.name).to(self.device) for f in fields(rows)))
         page = self.choosers[0].store.page_size
-        self.ops.prepare_rows(moved, self.requests, page, far=far)
+        self.ops.prepare_rows(moved, self.requests, page, least=least, far=far)
         arguments = query.to(self.device), moved, self.requests, self.choosers, self.plan
         self.ops.plan_decode(*arguments, **self.options)
         return moved
+
+    def look_ahead(self, rows):
+        """What is beside attention, by the rows that :meth:`step` returns."""
+        for number, chooser in enumerate(self.choosers):
+            if chooser.store.index is not None:
+                arguments = rows, self.requests, number, chooser, self.room
+                self.ops.select_ahead(*arguments, **self.options)
 
 
 def decode_steps(
@@ -95,10 +110,16 @@ def decode_steps(
     seed=0,
     exact_records=True,
     threshold=0.6,
+    counted=False,
+    masses=(),
+    least=(0,),
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
-    Records that need not be the specification's are copied from the kernels to it.
+    Records that need not be the specification's are copied from the kernels to it. ``least`` is of
+    one step after the other. If ``counted``, KV heads select different numbers of pages, some of
+    them all or none. With ``masses``, the first method's requests attend to the fewest pages that
+    reach one of these.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -128,8 +149,16 @@ def decode_steps(
             table[table[:, Column.CHOOSER] == number, Column.SELECT] = 0
     table[of_seat[4].long(), Column.EXACT] = 1
     table[of_seat[5].long(), : Column.CHOOSER + 1] = torch.tensor([1, 2, 2, 0])
+    for seat in range(seats if masses else 0):
+        table[seat, Column.MASS] = bits(masses[seat % len(masses)])
+    counts = torch.randint(0, 8, (seats, kv_heads + 2)).int()  # of other layers, too
+    fixed = table[:, Column.SELECT] == 0  # everything or nothing, by no selection
+    counts[fixed] = EVERYTHING * (counts[fixed] > 3).int()
     for layer in layers:
         layer.requests.table.copy_(table)
+        layer.choosers[0].mass = bool(masses)
+        if counted:
+            layer.selection.counts = counts.to(device)[:, 1:-1]
 
     def slots(row, positions):
         return tables[row, positions // page].long() * page + positions % page
@@ -154,6 +183,7 @@ def decode_steps(
 
     write_prompts(range(rows))
     query = torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    ahead = short = 0
     for step in range(steps):
         if step == 2:  # another request, in the place and the pages of one that has finished
             tables[0] = tables[0].flip(0)
@@ -172,11 +202,21 @@ def decode_steps(
             *torch.full((3, rows), 99, dtype=torch.int32),
         )  # fmt: skip
         in_rows.slot_mapping[6] = -1
-        expected, actual = (layer.step(in_rows, query, far) for layer in layers)
+        shortest = least[step % len(least)]
+        expected, actual = (layer.step(in_rows, query, far, shortest) for layer in layers)
+        short += bool((expected.choosers[lengths < shortest] < 0).any())
         for name in ("choosers", "fresh", "dense_lens"):
             assert torch.equal(getattr(expected, name), getattr(actual, name).cpu()), name
         same_plans(layers, expected, step)
+        former = layers[0].selection.chosen.clone()
+        for layer, of_step in zip(layers, (expected, actual), strict=True):
+            layer.look_ahead(of_step)
+        same_plans(layers, expected, step)
+        ahead += not former.equal(layers[0].selection.chosen)
+    assert bool(short) == any(least), "some contexts are short"
+    assert bool(ahead) == (threshold < 1 and steps > 1), "some heads select beside attention"
     assert layers[0].requests.corrected.sum() > 0
+    assert bool(masses) == bool(layers[0].requests.spared.sum() > 0)
     assert (layers[0].plan.lengths > 0).any()
 
 
@@ -252,9 +292,119 @@ def long_contexts(
         pages.view(rows, longest), *torch.empty(3, rows, dtype=torch.int32),
     )  # fmt: skip
     query = torch.randn(rows, group, head_size).to(dtype)
-    expected, _ = (layer.step(in_rows, query, False) for layer in layers)
+    steps = [layer.step(in_rows, query, False) for layer in layers]
+    expected = steps[0]
     assert (expected.choosers == 0).all()
     same_plans(layers, expected, 0)
+    chosen = layers[0].selection.chosen.clone()
+    for layer, of_step in zip(layers, steps, strict=True):  # selects the same anew
+        assert layer.selection.corrected is not None
+        layer.selection.corrected.zero_()
+        layer.selection.chosen.zero_()
+        layer.look_ahead(of_step)
+        assert torch.equal(layer.selection.chosen.cpu(), chosen)
+
+
+def token_steps(
+    device,
+    *,
+    filters=False,
+    pooling=Pooling.MEAN_SOFTMAX,
+    kv_heads=2,
+    group=3,
+    head_size=64,
+    page=16,
+    entry=16,
+    dtype=torch.bfloat16,
+    pages=12,
+    counted=False,
+    seed=0,
+):
+    """Single tokens of a step's rows: selected by each KV head, or by a filter for all of them.
+
+    If ``counted``, KV heads select different numbers of tokens, some of them all or none.
+
+    The rows: of three lengths, one whose tokens are all alike, of a method that selects nothing, of
+    a method of pages, exact, and padding.
+    """
+    torch.manual_seed(seed)
+    rows, seats = 8, 9
+    shape, number = (kv_heads, group, head_size, page, dtype), {"tokens": 0, "none": 1, "pages": 2}
+    methods = [(OneBit(), entry, pooling), (None, page, pooling), (Mean(), page, Pooling.SUM)]
+    size = {"pages": rows * pages, "seats": seats, "rows": rows, "positions": False, "table": pages}
+    layers = [
+        Layer(reference, "cpu", methods, shape, **size),
+        Layer(kernels, device, methods, shape, **size),
+    ]
+    tables = torch.randperm(rows * pages).view(rows, pages).int()
+    lengths = torch.tensor([9 * page + 1, 11 * page - 3, 12 * page, *[10 * page + 5] * 5])
+    seat = torch.randperm(seats)[:rows].int()
+    seat[7] = -1
+    table = torch.zeros(seats, 8, dtype=torch.int32)
+    table[:, : Column.SELECT + 1] = torch.tensor([1, 2, 4])
+    table[seat[1].long(), Column.SELECT] = 5
+    table[seat[4].long(), Column.CHOOSER], table[seat[4].long(), Column.SELECT] = number["none"], 0
+    table[seat[5].long(), Column.CHOOSER] = number["pages"]
+    table[seat[6].long(), Column.EXACT] = 1
+    table[:, Column.THRESHOLD] = bits(1.0)
+    at = [tables[r, torch.arange(n) // page].long() * page + torch.arange(n) % page
+          for r, n in enumerate(lengths.tolist())]  # fmt: skip
+    mapping = torch.cat([*at, torch.tensor([-1])])
+    fused = torch.randn(len(mapping), 2 * kv_heads + 1, head_size).to(dtype)
+    fused[sum(map(len, at[:3])) :][: len(at[3])] = 0.5
+    query = 3 * torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    in_rows = DeviceRows(
+        seat, torch.zeros(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32),
+        lengths.int(), torch.stack([of_row[-1] for of_row in at]), tables,
+        *torch.full((3, rows), 99, dtype=torch.int32),
+    )  # fmt: skip
+    counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
+    counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page
+    for layer in layers:
+        layer.requests.table.copy_(table)
+        if counted:
+            layer.selection.counts = counts.to(layer.device)[:, 1:-1]
+        key, value = fused[:, 1:].chunk(2, dim=1)
+        layer.write(key, value, mapping)
+        layer.plan = DevicePlan.empty(
+            rows=rows, kv_heads=kv_heads, group=group, entries=pages * page, width=pages * page,
+            programs=3, device=layer.device,
+        )  # fmt: skip
+        layer.plan.scores.fill_(float("nan"))
+        layer.plan.stats.fill_(float("nan"))
+        moved = DeviceRows(*(getattr(in_rows, f.name).to(layer.device) for f in fields(in_rows)))
+        layer.ops.prepare_rows(moved, layer.requests, page)
+        given = query.to(layer.device), moved, layer.requests
+        tiles = {} if layer.ops is reference else {"tile_tokens": 64}
+        if filters:
+            store = IndexRecords.empty(
+                Exact(), pages=rows * pages, kv_heads=kv_heads, head_size=head_size,
+                page_size=page, dtype=dtype, entry_tokens=1, cache=layer.cache,
+                layout="token_major", alignment=RECORD_ALIGNMENT,
+            )  # fmt: skip
+            store.records = store.records.to(layer.device)
+            of_filter = number["tokens"], [number["none"]], store, head_size**-0.5
+            layer.ops.filter_tokens(*given, *of_filter, layer.plan, **tiles)
+        else:
+            chosen = {number[name]: layer.choosers[number[name]] for name in ("tokens", "none")}
+            layer.ops.plan_tokens(*given, chosen, layer.plan, **tiles)
+    same_entries(layers[0].indexes[0], layers[1].indexes[0], lengths, tables)
+    ours, theirs = (layer.plan.lengths.view(rows, kv_heads).cpu() for layer in layers)
+    assert torch.equal(ours, theirs)
+    told = [3 * page, 12 * page] if counted else [7 * page] * 2
+    assert ours[2].tolist() == told[:kv_heads]
+    wholly = (
+        page + lengths[4] - (lengths[4] - 1) // page * page + page
+    )  # and two pages, a part full
+    wanted = [*(n * page for n in (7, 8, 7, 7)), int(wholly), -1, -1, -1]
+    assert counted or ours[:, 0].tolist() == wanted
+    for pair, length in enumerate(layers[0].plan.lengths.tolist()):
+        a, b = (layer.plan.lists[pair, : max(length, 0)].cpu() for layer in layers)
+        assert torch.equal(a, b), (pair, (a != b).sum())
+    assert torch.equal(layers[0].requests.corrected, layers[1].requests.corrected.cpu())
+    if filters:
+        of_heads = layers[1].plan.lists.view(rows, kv_heads, -1)[:5] // page
+        assert (of_heads[:, 1] - of_heads[:, 0] == 1)[:, : 2 * page].all(), "of one page, two units"
 
 
 def same_plans(layers, rows, step):
@@ -268,7 +418,10 @@ def same_plans(layers, rows, step):
         assert torch.equal(a, b), (step, pair, a, b)
     assert torch.equal(ours.requests.table, theirs.requests.table.cpu())
     assert torch.equal(ours.requests.corrected, theirs.requests.corrected.cpu())
-    assert torch.equal(ours.selection.query, theirs.selection.query.cpu())
+    assert torch.equal(ours.requests.spared, theirs.requests.spared.cpu())
+    for name in ("query", "corrected"):
+        kept = (getattr(layer.selection, name).cpu() for layer in layers)
+        assert torch.equal(*kept), (step, name)
     for row, chooser in enumerate(rows.choosers.tolist()):
         if chooser >= 0:
             seat = int(rows.seats[row])

@@ -8,6 +8,7 @@ vLLM's own for the CPU (streams, events, pinned memory), and attention to whole 
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from tests.support import device_launches, device_server, interpreter, workers
@@ -68,6 +69,8 @@ def open_engine(model, options):
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
     }
+    given = options.get("additional_config", {}).get("kv_retrieval", {})  # contexts are short
+    options = options | {"additional_config": {"kv_retrieval": {"exact_below": 0} | given}}
     if {"tensor_parallel_size", "pipeline_parallel_size"} & options.keys():
         from tests.support.device_executor import DeviceExecutor
 
@@ -133,6 +136,17 @@ def _describe_worker(worker):
 def replay(wanted):
     """Whether steps that have a graph are replays of it, from now on."""
     _runner().cudagraph_manager.replays = wanted
+
+
+def exact_below(tokens):
+    """The option of that name, from now on."""
+    running = _runner().running
+    running.config = replace(running.config, exact_below=tokens)
+
+
+def sparse_steps():
+    """Steps of requests in which they attended to a part of their contexts, as the host counts."""
+    return int(_runner().running.counts[1])
 
 
 def replays_by_rows():

@@ -64,6 +64,16 @@ class ThisStepsList(Sound):
             kernels.plan_decode(query, rows, requests, choosers, plan)
 
 
+class NothingAhead(Sound):
+    """Nothing is selected beside attention, so heads go on with what they selected last."""
+
+    homes = ("device", "host")
+    layer = ("lists",)
+
+    def select_ahead(self, rows, requests, number, chooser, room):
+        pass
+
+
 class AnotherSeatsList(Sound):
     """A request's heads attend to what a request beside it has selected."""
 
@@ -156,14 +166,16 @@ class NoTail(Sound):
     homes = ("host",)
     layer = ("attention", "units")
 
-    def write_tail(self, key, value, rows, residency, slots):
-        pass
+    def resolve(self, key, value, plan, rows, residency, recalls, slots, slot_lists):
+        elsewhere = slots.clone()
+        kernels.resolve(key, value, plan, rows, residency, recalls, elsewhere, slot_lists)
 
 
 FAULTS: dict[str, type[Sound]] = {
     "nothing selected": NothingSelected,
     "last step's list": LastStepsList,
     "this step's list": ThisStepsList,
+    "nothing selected ahead": NothingAhead,
     "another seat's list": AnotherSeatsList,
     "index never updated": NoIndex,
     "index not updated by decoding": StaleIndex,

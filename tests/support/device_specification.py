@@ -48,6 +48,12 @@ class Checked:
                 self.selections += 1
         assert torch.equal(requests.corrected, expected_requests.corrected)
 
+    def select_ahead(self, rows, requests, number, chooser, room):
+        expected = deepcopy(chooser)
+        kernels.select_ahead(rows, requests, number, chooser, room)
+        reference.select_ahead(rows, requests, number, expected, room)
+        assert torch.equal(chooser.selection.chosen, expected.selection.chosen)
+
     def write_kv(self, key, value, slot_mapping, cache, indexes):
         kernels.write_kv(key, value, slot_mapping, cache, indexes)
         written = slot_mapping[slot_mapping >= 0]

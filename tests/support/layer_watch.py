@@ -59,7 +59,7 @@ class Context:
         return build(keys.unflatten(0, (-1, store.entry_tokens)), store)
 
     def plan(self, query: torch.Tensor, held: Selection) -> DevicePlan:
-        """The pages that the row's query attends to, by positions.
+        """The pages that the row's query attends to, by positions, and selects for the next step.
 
         Args:
             query: [heads, head_size].
@@ -70,19 +70,21 @@ class Context:
             store.index, store.entry_tokens, self.records(), store.page_size, store.head_size,
             store.dtype, self.cache, "token_major",
         )  # fmt: skip
-        selection = Selection(held.query[seat], held.chosen[seat])
+        heads = torch.zeros(1, held.chosen.shape[1], dtype=torch.int32)
+        selection = Selection(held.query[seat], held.chosen[seat], corrected=heads)
         chooser = Chooser(own, selection, self.chooser.pooling, self.chooser.scale)
         zero, pages = torch.zeros(1, dtype=torch.int32), len(self.pages)
         rows = DeviceRows(
             zero, zero, torch.tensor([0, 1]), zero + self.length, zero.long(),
             torch.arange(pages, dtype=torch.int32)[None], zero, zero + self.fresh, zero,
         )  # fmt: skip
-        requests = DeviceRequests(self.options[None].clone(), torch.zeros(1, dtype=torch.int64))
+        requests = DeviceRequests(self.options[None].clone(), *torch.zeros(2, 1, dtype=torch.int64))
         plan = DevicePlan.empty(
             rows=1, kv_heads=impl.num_kv_heads, group=impl.group, entries=1, width=pages,
             programs=1, device="cpu", positions=True,
         )  # fmt: skip
         reference.plan_decode(query[None], rows, requests, [chooser], plan)
+        reference.select_ahead(rows, requests, 0, chooser, plan)
         return plan
 
     def attend(

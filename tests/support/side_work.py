@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from typing import Any
 
 
 class AtOnce:
@@ -36,19 +37,41 @@ class Delayed:
             work()
 
 
+_launching: Any = None
+"""Who takes the launches of interpreted kernels."""
+
+
+def _intercept():
+    """Let launches of kernels be taken, from now on in this process."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def taken(self, *args, **options):
+        launch = partial(run, self, *args, **options)
+        return launch() if _launching is None else _launching.take(launch)
+
+    taken.intercepts = True
+    if not hasattr(run, "intercepts"):
+        InterpretedFunction.run = taken
+
+
 class Interleaved:
     """A stream as a GPU has it: work is Python now, and its launches run between the main ones.
 
+    An op of the kernels is as many launches as it has kernels, other ops are one.
+
     Args:
         ops: An implementation; side work and main work have to use the attribute of that name.
-        seed: Of the draws how many launches of side work run before one of the main work.
+        seed: Of the draws how many launches of side work run before one of the main work. In half
+            of the cases none does, until it is waited for.
     """
 
     def __init__(self, ops, seed=0):
         self.ops = _Launches(ops, self)
         self._draw = random.Random(seed)
         self._launched = []
-        self._submitting = False
+        self._submitting = self._late = False
 
     @property
     def idle(self):
@@ -56,7 +79,7 @@ class Interleaved:
         return not self._launched
 
     def submit(self, work):
-        self._submitting = True
+        self._submitting, self._late = True, self._draw.random() < 0.5
         try:
             work()
         finally:
@@ -66,12 +89,26 @@ class Interleaved:
         self._run(len(self._launched))
 
     def launch(self, op, args, options):
+        """Run an op of the main work, or take the launches of one of the side work down."""
+        global _launching
+        if not op.__module__.startswith("vllm_kvretrieval.kernels.triton."):
+            self.take(partial(op, *args, **options))
+            return
+        _intercept()
+        _launching = self
+        try:
+            op(*args, **options)
+        finally:
+            _launching = None
+
+    def take(self, launch):
         """Run a launch of the main work, or take one of the side work down."""
         if self._submitting:
-            self._launched.append(partial(op, *args, **options))
+            self._launched.append(launch)
             return
-        self._run(self._draw.randint(0, len(self._launched)))
-        op(*args, **options)
+        if not self._late:
+            self._run(self._draw.randint(0, len(self._launched)))
+        launch()
 
     def _run(self, count):
         for _ in range(count):

@@ -12,10 +12,12 @@ from vllm_kvretrieval.kernels.types import Selection
 
 PAGE = 16
 SINK, WINDOW = 1, 2
+HEAD_SIZE = 48
 
 
 class Side:
-    """One implementation whose slots hold the numbers of units in place of units."""
+    """One implementation whose slots hold the numbers of units in place of units; new tokens go to
+    slots of their own."""
 
     def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width):
         self.ops = ops
@@ -26,6 +28,8 @@ class Side:
         )
         # Slots and pages of one token, so that a unit's number is all there is to copy.
         self.slots = torch.full((seats * kv_heads * capacity,), -1, device=device)
+        size = len(self.slots), PAGE, 2 * HEAD_SIZE
+        self.written = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self.lists = torch.full((rows * kv_heads, width), -7, dtype=torch.int32, device=device)
         self.recalls = Recalls.empty(rows * kv_heads * width, device)
 
@@ -39,7 +43,8 @@ class Side:
         return set(zip(sources.tolist(), targets.tolist(), strict=True))
 
     def state(self):
-        return self.residency.held, self.residency.stamp, self.residency.traffic, self.lists
+        held = self.residency.held, self.residency.stamp, self.residency.traffic
+        return *held, self.lists, self.written
 
 
 class Contexts:
@@ -138,13 +143,14 @@ def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, l
         if step in (steps // 2, steps - 4):
             contexts.arrive([contexts.draw.randrange(rows)])
         listed += contexts.step(plan)
-        found = []
+        tokens, found = torch.randn(rows, 2 * kv_heads, HEAD_SIZE).bfloat16(), []
         for side in sides:
             moved = [to(side, thing) for thing in (plan, contexts.rows, contexts.selection)]
             there, in_rows, selection = moved
             side.residency.step += 1
             side.lists.fill_(-7)
-            side.ops.resolve(there, in_rows, side.residency, side.recalls, side.lists, PAGE)
+            of_step = side.residency, side.recalls, side.written, side.lists
+            side.ops.resolve(*tokens.to(side.slots.device).chunk(2, 1), there, in_rows, *of_step)
             critical = side.recall()
             attended = side.lists.clone()
             check_attended(side, contexts, plan, attended)
@@ -165,6 +171,7 @@ def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, l
             assert torch.equal(expected, actual.cpu()), f"step {step}"
         missed, ahead = missed + len(critical), ahead + len(early)
         contexts.left_alone()
+    assert sides[0].written.any(), "some tokens are of pages in slots"
     traffic = sides[0].residency.traffic.sum(0).tolist()
     assert traffic == [listed, missed, ahead, (sides[0].residency.held >= 0).sum()]
     assert bool(ahead) == (capacity > width), "pages are recalled ahead where there are slots"
@@ -189,39 +196,6 @@ def to(side, thing):
     device = side.slots.device
     moved = {k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(thing).items()}
     return type(thing)(**moved)
-
-
-def tail(device, *, kv_heads, head_size, capacity, rows=5):
-    """New tokens arrive in the slots that hold their pages, and nowhere else."""
-    torch.manual_seed(head_size + kv_heads)
-    seats, page, dtype = rows + 2, 32, torch.bfloat16
-    step, traffic = torch.zeros(1).int(), torch.zeros(seats, len(Traffic)).long()
-    residency = Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
-    for of_head in residency.held.view(-1, capacity):
-        of_head[:] = torch.randperm(capacity + 2)[:capacity] - 1
-    slots = torch.randn(residency.held.numel(), page, 2 * head_size).to(dtype)
-    fused = torch.randn(rows + 1, kv_heads * 2 + 3, head_size).to(dtype)
-    key, value = fused[:, 3:].chunk(2, dim=1)
-    numbers = torch.zeros(rows, dtype=torch.int32)
-    in_rows = DeviceRows(
-        torch.randperm(seats)[:rows].int(),
-        numbers,
-        torch.arange(rows + 1).int(),
-        torch.randint(1, capacity * page, (rows,)).int(),
-        numbers.long(),
-        numbers[:, None],
-        torch.tensor([0, 1, 0, -1, 0] * rows)[:rows].int(),
-        torch.tensor([0, 0, 1, 0, 0] * rows)[:rows].int(),
-        numbers,
-    )
-    expected, actual = slots.clone(), slots.to(device)
-    reference.write_tail(key, value, in_rows, residency, expected)
-    assert not torch.equal(expected, slots), "something is written"
-    on_device = type("On", (), {"slots": actual})
-    fused = fused.to(device)
-    key, value = fused[:, 3:].chunk(2, dim=1)
-    kernels.write_tail(key, value, to(on_device, in_rows), to(on_device, residency), actual)
-    assert torch.equal(expected, actual.cpu())
 
 
 def stage(device, *, kv_heads, head_size, page, programs):

@@ -67,7 +67,8 @@ def check_recorded(path):
             if not MULTIPLYING.match(name):
                 continue
             assert found["tensor_ops"], told
-            if COMMON.search(name) and "low_rank" in name:  # with bytes for scales of directions
+            # With bytes for scales of directions, or words of bits.
+            if COMMON.search(name) and ("low_rank" in name or "one_bit" in name):
                 assert found["narrow_bytes"] <= MOST_NARROW * found["read_bytes"], told
             elif COMMON.search(name):
                 assert found["wide_bytes"] >= LEAST_WIDE * found["read_bytes"], told

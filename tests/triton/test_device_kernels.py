@@ -10,11 +10,11 @@ from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
-from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -24,7 +24,12 @@ NOTHING = (None, 8, Pooling.SUM)
 @pytest.mark.parametrize(
     "case",
     [
-        {"methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), NOTHING], "head_size": 128},
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), NOTHING],
+            "head_size": 128,
+            "least": [0, 0, 0, 0, 80, 0],
+            "steps": 6,
+        },
         {
             "methods": [(MinMax(), 4, Pooling.MAX), (Mean(), 8, Pooling.SUM), NOTHING],
             "far": True,
@@ -51,6 +56,30 @@ NOTHING = (None, 8, Pooling.SUM)
             "kv_heads": 1,
             "steps": 3,
             "seed": 4,
+        },
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 8, Pooling.MAX), NOTHING],
+            "counted": True,
+            "threshold": 0.9,
+            "seed": 5,
+        },
+        {
+            "methods": [(Mean(), 4, Pooling.MEAN_SOFTMAX), (MinMax(), 8, Pooling.MAX)],
+            "masses": (0.3, 0.7, 0.95, 1.0, 1e-6),
+            "threshold": 1.0,
+            "far": True,
+            "positions": True,
+            "steps": 3,
+            "seed": 6,
+        },
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX)],
+            "masses": (0.5, 0.9),
+            "counted": True,
+            "threshold": 1.0,
+            "group": 1,
+            "steps": 3,
+            "seed": 7,
         },
         {
             "methods": [(LowRank(3), 16, Pooling.MEAN_SOFTMAX)],
@@ -86,6 +115,20 @@ def test_long_contexts(interpreted, index, entry, pooling, lengths):
         entry=entry,
         pooling=pooling,
     )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"pooling": Pooling.MAX, "head_size": 80, "entry": 8, "dtype": torch.float16, "seed": 1},
+        {"counted": True, "seed": 4},
+        {"filters": True, "seed": 2},
+        {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
+    ],
+)
+def test_tokens(interpreted, case):
+    interpreted(device_checks.token_steps, **case)
 
 
 @pytest.mark.parametrize(("head_size", "entry", "rank"), [(64, 32, 0), (96, 16, 7)])
@@ -131,7 +174,7 @@ def a_step(layer):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"index": OneBit()}, "there is no kernel for index=one_bit; use one of min_max, mean"),
+        ({"index": Landmark()}, "there is no kernel for index=landmark; use one of min_max, mean"),
         ({"cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),

@@ -13,10 +13,17 @@ from tests.spec import slots as slots_reference
 from tests.support.side_work import AtOnce, Delayed, Interleaved
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.methods.scored import DeviceScored
+from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
@@ -26,6 +33,7 @@ LAYERS, SEATS, PAGES, TABLE = 3, 4, 90, 14
 SINK, WINDOW, SELECT = 1, 1, 2
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
+METHOD = make_method("freekv", "freekv", {}, PAGE)
 SLOW = pytest.mark.slow
 
 
@@ -77,6 +85,8 @@ class Layers:
             rows=SEATS, kv_heads=KV_HEADS, group=GROUP, entries=TABLE, width=width, programs=1,
             device="cpu", positions=side is not None,
         )  # fmt: skip
+        scores, stats = (torch.empty_like(of) for of in (self.plan.scores, self.plan.stats))
+        self.room, self.side = ScoreRoom(scores, stats), side
         if side is None:
             return
         buffers = torch.full((2, buffer_pages, *self.caches.shape[2:]), float("nan"), dtype=DTYPE)
@@ -122,16 +132,19 @@ class Layers:
                 self.ops.plan_decode(query, rows, self.requests, [chooser], self.plan)
                 units, lengths = cache.flatten(0, 1), self.plan.lengths[:pairs]
                 lists = self.plan.lists
+                self.ops.select_ahead(rows, self.requests, 0, chooser, self.room)
                 self.ops.sparse_decode(query, units, lists, lengths, SCALE, output, lse, workspace)
             else:
                 far = self.far[number]
+                methods = [DeviceScored([METHOD], [chooser])]
                 far.attend_to_selection(
-                    query, key, value, rows, self.requests, [DeviceScored([chooser])], self.plan,
+                    query, key, value, rows, self.requests, methods, self.plan, self.room,
                     workspace, lse, SCALE, output,
                 )  # fmt: skip
                 far.attend_to_prompts(half, None, query, key, value, output)
-                far.end()
             outputs.append(output)
+        if self.side is not None:
+            self.side.wait()
         return outputs
 
 

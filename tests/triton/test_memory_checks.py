@@ -37,7 +37,7 @@ IN_TILES = {
     "pooling": Pooling.MAX,
     "head_size": 16,
 }
-TAIL = {"check": slot_checks.tail, "kv_heads": 2, "head_size": 64, "capacity": 7}
+TOKENS = {"check": device_checks.token_steps, "head_size": 16, "group": 2}
 RECALL = {
     "check": triton_checks.recall,
     "head_size": 16,
@@ -89,10 +89,17 @@ CHANGES = {
     ),
     "a count that is no atomic": (
         "select",
-        'tl.atomic_add(corrected + seat, turned.to(tl.int64), sem="relaxed")',
-        "tl.store(corrected + seat, tl.load(corrected + seat) + turned.to(tl.int64))",
+        'tl.atomic_add(counts + seat, 1, sem="relaxed")',
+        "tl.store(counts + seat, tl.load(counts + seat) + 1)",
         IN_TILES | {"group": 1},
-        "threads race for corrected",
+        "threads race for counts",
+    ),
+    "a verdict that every program writes": (
+        "scores",
+        "if program == 0:",
+        "if True:",
+        STEPS,
+        "programs race for corrected",
     ),
     "two writers": (
         "write",
@@ -115,19 +122,26 @@ CHANGES = {
         STEPS,
         "different values to a place",
     ),
+    "two tokens for a place": (
+        "tokens",
+        "place = found + tl.cumsum(best.to(tl.int32), 0) - 1",
+        "place = found + tl.cumsum(best.to(tl.int32), 0) // 2",
+        TOKENS,
+        "different values to a place",
+    ),
     "a store before a tensor": (
-        "tail",
-        "found < 0",
-        "found < -1",
-        TAIL,
+        "resolve",
+        "if found >= 0:",
+        "if True:",
+        RESOLVE,
         "a store outside of slots",
     ),
     "a load behind a tensor": (
-        "tail",
-        "mask=slot < capacity, other=-1",
-        "",
-        TAIL,
-        "a load outside of held",
+        "resolve",
+        "value_stride + read, mask=dims < HEAD_SIZE",
+        "value_stride + read",
+        RESOLVE,
+        "a load outside of value",
     ),
     "records that reach into the next one": (
         "index",

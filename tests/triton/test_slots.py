@@ -3,7 +3,6 @@
 import pytest
 
 from tests.support import device_chain, memory_checks, slot_checks
-from tests.support.side_work import Interleaved
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.system_limits import available_memory
 
@@ -18,11 +17,6 @@ def test_no_more_slots_than_a_step_needs(interpreted):
     interpreted(slot_checks.resolve, capacity=9, select=6, rows=2, least_hits=0.4)
 
 
-@pytest.mark.parametrize(("kv_heads", "head_size", "capacity"), [(2, 64, 7), (1, 96, 16)])
-def test_write_tail(interpreted, kv_heads, head_size, capacity):
-    interpreted(slot_checks.tail, kv_heads=kv_heads, head_size=head_size, capacity=capacity)
-
-
 @pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (2, 128, 32)])
 def test_stage_context(interpreted, kv_heads, head_size, page):
     interpreted(slot_checks.stage, kv_heads=kv_heads, head_size=head_size, page=page, programs=5)
@@ -32,10 +26,11 @@ def test_far_units(interpreted):
     interpreted(memory_checks.without_filling, of=slot_checks.far_units)
 
 
-@pytest.mark.parametrize("side", [None, Interleaved])
-def test_a_whole_step(interpreted, side):
-    """From writing to recall ahead, whose launches come between those that it is beside."""
-    interpreted(device_chain.interpreted, side=side)
+@pytest.mark.parametrize("far", [False, True])
+def test_a_whole_step(interpreted, far):
+    """From writing to selection and recall ahead, whose launches come between those that they are
+    beside."""
+    interpreted(device_chain.interpreted, far=far)
 
 
 def test_host_memory_that_is_not_there():

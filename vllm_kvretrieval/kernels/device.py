@@ -9,7 +9,7 @@ The KV cache of a layer is ``[pages, kv_heads, page_size, 2 * head_size]``. The 
 followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``token_major``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -24,7 +24,8 @@ class Column(IntEnum):
 
     ``SINK``, ``WINDOW``, ``SELECT``: pages. ``CHOOSER``: the number of one of a layer's choosers.
     ``EXACT``: nonzero if the request attends to its whole context. ``THRESHOLD``: the correction
-    threshold, as the bits of a float32. ``LAST_LEN``: tokens of the context at the last sparse step
+    threshold, as the bits of a float32. ``MASS``: likewise, the share of the attention that is
+    enough. ``LAST_LEN``: tokens of the context at the last sparse step
     of the request; 0 when the request takes its seat.
     """
 
@@ -35,6 +36,7 @@ class Column(IntEnum):
     EXACT = 4
     THRESHOLD = 5
     LAST_LEN = 6
+    MASS = 7
 
 
 COLUMNS = 8
@@ -52,17 +54,19 @@ class DeviceRequests:
         table: int32 [S, COLUMNS]; see :class:`Column`. A row is written, in the order of the
             stream, when a request takes its seat. Ops write only ``LAST_LEN``.
         corrected: int64 [S]; incremented for every KV head that selects anew.
+        spared: int64 [S]; increased by the selected pages that KV heads do not need for a mass.
     """
 
     table: torch.Tensor
     corrected: torch.Tensor
+    spared: torch.Tensor
 
     @classmethod
     def empty(cls, seats: int, device: torch.device | str) -> "DeviceRequests":
         """The table of ``seats`` seats, all of which are free."""
         return cls(
             torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
-            torch.zeros(seats, dtype=torch.int64, device=device),
+            *torch.zeros(2, seats, dtype=torch.int64, device=device),
         )
 
 
@@ -102,25 +106,35 @@ class DeviceRows:
 
 
 @dataclass
-class DevicePlan:
-    """The pages that the rows of a layer attend to, and room to select them.
+class ScoreRoom:
+    """Room to score the entries of contexts.
 
-    Layers of one shape share a plan; launches that share it must run one after another. ``N`` is
-    the number of rows times KV heads.
+    Layers of one shape share it; launches that share it must run one after another. ``N`` is the
+    number of rows times KV heads.
 
     Attributes:
         scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
+    """
+
+    scores: torch.Tensor
+    stats: torch.Tensor
+
+
+@dataclass
+class DevicePlan(ScoreRoom):
+    """The pages, or tokens, that rows of a layer attend to, and room to select before attention.
+
+    Attributes:
         lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
-            as positions in the context or as units, ``page_id * kv_heads + kv_head``.
+            as positions in the context or as units, ``page_id * kv_heads + kv_head``. With tokens,
+            the tokens, ``unit * page_size + place in the page``; entries are then tokens, too.
         lengths: int32 [>= N], written: tokens of these pages; -1: the row attends to its whole
             context, and its list is not written.
         positions: Whether ``lists`` holds positions. Otherwise it holds units.
     """
 
-    scores: torch.Tensor
-    stats: torch.Tensor
     lists: torch.Tensor
     lengths: torch.Tensor
     positions: bool = False
@@ -154,21 +168,28 @@ class DeviceOps(Protocol):
     """One implementation of the ops."""
 
     def prepare_rows(
-        self, rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+        self,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        page_size: int,
+        *,
+        least: int = 0,
+        far: bool = False,
     ) -> None:
         """Find out which rows of a step attend to a selection. Runs once per step.
 
         A row does if it has a seat and a single token, the token has a place in the cache and does
-        not belong to a prompt, the request is not exact, and the context has more pages than sink,
-        window and selection together. ``LAST_LEN`` of the request becomes the length of its
-        context.
+        not belong to a prompt, the request is not exact, and the context has ``least`` tokens and
+        more pages than sink, window and selection together. ``LAST_LEN`` of the request becomes the
+        length of its context.
 
         Args:
             rows: ``choosers``, ``fresh`` and ``dense_lens`` are written.
             requests: ``table`` is written.
             page_size: Tokens per page.
+            least: Tokens of the shortest contexts that are selected from, whatever their budgets.
             far: Whether the cache is slow to read. If so, contexts within their budget get a
-                chooser, too, and are listed as a whole.
+                chooser, too, and are listed as a whole; ``least`` is 0 then.
         """
         ...
 
@@ -222,12 +243,14 @@ class DeviceOps(Protocol):
         choosers: Sequence[Chooser],
         plan: DevicePlan,
     ) -> None:
-        """List the pages that each (row, KV head) attends to, and remember the step.
+        """List the pages that each (row, KV head) attends to, and remember its query.
 
         Lists of rows with a chooser are those of :meth:`Ops.plan_decode
-        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. A context
-        within its budget that has a chooser is listed as a whole. Bytes moved: the records of the
-        contexts, and scores.
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. KV heads
+        select here if that has them attend to their own selection; others take that of their last
+        step, and have to select in :meth:`select_ahead`. A context within its budget that has a
+        chooser is listed as a whole. Bytes moved: the records of the contexts of heads that select,
+        and scores.
 
         Args:
             query: [>= R, kv_heads * group, head_size]; rows may be strided. Row ``i`` holds the
@@ -241,5 +264,88 @@ class DeviceOps(Protocol):
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
                 is no kernel for an index.
+        """
+        ...
+
+    def select_ahead(
+        self,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        number: int,
+        chooser: Chooser,
+        room: ScoreRoom,
+    ) -> None:
+        """Select for the next step, after :meth:`plan_decode`: beside attention, and layers after.
+
+        Then the selection is what :meth:`Ops.plan_decode
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` leaves. KV heads select by the query that
+        the layer remembers; those that have selected in this step are left alone. Bytes moved: the
+        records of the contexts of the others, and scores.
+
+        Args:
+            rows, requests: As ``plan_decode`` has left them.
+            number: The number of the chooser. Rows with other numbers are left alone.
+            chooser: It has an index; its selection is written at the seats of the rows.
+            room: Not that of :meth:`plan_decode` if the next layer's may run beside this; written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
+        """
+        ...
+
+    def plan_tokens(
+        self,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        choosers: Mapping[int, Chooser],
+        plan: DevicePlan,
+    ) -> None:
+        """List the single tokens that each (row, KV head) attends to.
+
+        Lists are those of :meth:`Ops.plan_decode
+        <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` for rows that select tokens anew at each
+        step, up to the rounding of scores. Nothing is remembered but ``corrected``. Rows with other
+        choosers, or none, get the length -1. Bytes moved: the records of the contexts, and scores.
+
+        Args:
+            query, rows, requests: See :meth:`plan_decode`. Contexts of rows with a chooser are
+                beyond their budgets.
+            choosers: By their numbers. Those without an index select nothing.
+            plan: A plan for tokens, written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
+        """
+        ...
+
+    def filter_tokens(
+        self,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        number: int,
+        others: Collection[int],
+        store: IndexRecords,
+        scale: float,
+        plan: DevicePlan,
+    ) -> None:
+        """List the tokens that all KV heads of the layers after a filter layer attend to.
+
+        They are those of :meth:`Ops.select_context
+        <vllm_kvretrieval.kernels.ops.Ops.select_context>` by the rows' own queries and
+        ``list_context``, up to the rounding of scores. Rows with other choosers, or none, get the
+        length -1. Bytes moved: the keys of the contexts, and scores.
+
+        Args:
+            query, rows, requests: See :meth:`plan_tokens`; the queries are the filter layer's.
+            number: The chooser of the rows that the filter selects for.
+            others: Choosers of rows that select nothing, whose sink and window are listed.
+            store: The index ``exact`` over the keys of the filter layer, with entries of a token.
+            scale: Softmax scale of the layer.
+            plan: A plan for tokens, written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
         """
         ...

@@ -14,9 +14,9 @@ them; in return, the slots of a request do not depend on other requests or on pa
 No op waits for the host: lists and their lengths are on the device, and shapes are fixed, so every
 op can be captured in a CUDA graph. At each step the ops of a layer run in this order::
 
-    write (to the home, with its indexes), write_tail, plan_decode
-    resolve, recall_units, sparse_decode       the pages that the step attends to
-    resolve_ahead, recall_units                pages for the next step, on a side stream
+    write (to the home, with its indexes), plan_decode
+    resolve, recall_units, sparse_decode          the pages that the step attends to
+    select_ahead, resolve_ahead, recall_units     pages for the next step, on a side stream
 """
 
 from dataclasses import dataclass
@@ -154,52 +154,37 @@ class SlotOps(Protocol):
         """
         ...
 
-    def write_tail(
+    def resolve(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: DeviceRows,
-        residency: Residency,
-        slots: torch.Tensor,
-    ) -> None:
-        """Write new keys and values of decode steps to the slots of their pages.
-
-        A row is written if it has a chooser and is not fresh, and if a slot holds the page of its
-        token. Bytes moved: ``2 * kv_heads * head_size`` elements per row, read and written, and
-        ``held``.
-
-        Args:
-            key, value: [>= R, kv_heads, head_size]; tokens may be strided. Row ``i`` holds the only
-                token of row ``i``, if it has a chooser.
-            rows: The rows, as ``prepare_rows`` has written them.
-            residency: The contents of the layer's slots.
-            slots: [S * kv_heads * C, page, 2 * head_size], written.
-        """
-        ...
-
-    def resolve(
-        self,
         plan: DevicePlan,
         rows: DeviceRows,
         residency: Residency,
         recalls: Recalls,
+        slots: torch.Tensor,
         slot_lists: torch.Tensor,
-        page_size: int,
     ) -> None:
-        """Find a slot for every page that the rows of a step attend to.
+        """Find a slot for every page that the rows of a step attend to, and write their tokens.
 
         A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
         the slot that was not used for the longest time; of equal slots the first. Missing pages, in
         the order of the list, go to these slots in their order, and have to be recalled before
         attention. Slots of a fresh row are empty at first. Rows without a chooser are left alone.
 
+        The new key and value of a row go to the slot that holds the page of its token, if there was
+        one; recall brings them with other pages. Bytes moved: ``2 * kv_heads * head_size`` elements
+        per row, read and written; some 16 per slot and entry of a list.
+
         Args:
+            key, value: [>= R, kv_heads, head_size]; tokens may be strided. Row ``i`` holds the only
+                token of row ``i``, if it has a chooser; it is at home already.
             plan: A plan with positions, and lists of at most ``C`` pages.
             rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
             residency: The contents of the layer's slots; written.
             recalls: Missing units are appended.
+            slots: [S * kv_heads * C, page, 2 * head_size], written.
             slot_lists: int32 [>= N, W]; written as far as the lists reach.
-            page_size: Tokens per page.
         """
         ...
 

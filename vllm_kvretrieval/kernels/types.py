@@ -102,12 +102,16 @@ class Selection:
             writes them when a seat is taken, or when a prompt has been read. None: each head
             selects as many as the row says.
         memory: What a rule remembers (:class:`RuleState`), by seat and KV head.
+        corrected: int32 [S, kv_heads]; nonzero: the KV head selected before attention in its last
+            step, and need not select beside it: 1, since its query had turned; 2, since it selects
+            all that lies between sink and window; 3, for both. Only the ops of a device have it.
     """
 
     query: torch.Tensor
     chosen: torch.Tensor
     counts: torch.Tensor | None = None
     memory: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    corrected: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -126,6 +130,7 @@ class Selection:
             torch.empty(seats, kv_heads * group, head_size, dtype=dtype),
             torch.zeros(seats, kv_heads, most_selected, dtype=torch.int32),
             counts,
+            corrected=torch.zeros(seats, kv_heads, dtype=torch.int32),
         )
 
 
@@ -146,6 +151,7 @@ class Chooser:
         outliers: The share of the selected pages that are outliers: those with the lowest cosine of
             a key with the mean of its entry, whatever their scores are. It takes an index that
             tells them, no reranking, and rows whose ``uneven`` numbers are plain.
+        mass: Whether rows may name a mass below 1 (``DecodeRows.numbers``). Devices ask.
         handle: The view of an implementation of all this, made on first use.
     """
 
@@ -156,6 +162,7 @@ class Chooser:
     rerank: int = 0
     remainder: float = 0.0
     outliers: float = 0.0
+    mass: bool = False
     handle: Any = field(default=None, repr=False)
 
     @property

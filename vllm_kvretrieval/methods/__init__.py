@@ -7,6 +7,7 @@ layer. A new family is a file here and a line in :data:`registry.FILES`.
 
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceFilter,
     DeviceMethod,
     EngineFacts,
     GroupFacts,
@@ -24,6 +25,7 @@ from vllm_kvretrieval.methods.prompt_chunks import ChunkPlanner, Chunks, Prompts
 from vllm_kvretrieval.methods.registry import (
     chunk_planner,
     connect_layers,
+    device_filter,
     device_methods,
     group_methods,
     layer_methods,
@@ -35,6 +37,7 @@ __all__ = [
     "ChunkPlanner",
     "Chunks",
     "DecodePlan",
+    "DeviceFilter",
     "DeviceMethod",
     "EngineFacts",
     "GroupFacts",
@@ -50,6 +53,7 @@ __all__ = [
     "WorkSize",
     "chunk_planner",
     "connect_layers",
+    "device_filter",
     "device_methods",
     "group_methods",
     "layer_methods",

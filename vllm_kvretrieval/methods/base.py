@@ -18,7 +18,7 @@ from vllm_kvretrieval.kernels import (
     Selection,
     TokenLists,
 )
-from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.roles import Role
@@ -269,7 +269,12 @@ class DeviceMethod(Protocol):
 
     The rows of a step are on the device, and so is the method of each. So a family looks at all
     rows and leaves those of other families alone.
+
+    Attributes:
+        per_token: Whether lists are of single tokens; else they are of pages.
     """
+
+    per_token: bool
 
     @property
     def selection(self) -> Selection:
@@ -284,11 +289,46 @@ class DeviceMethod(Protocol):
         requests: DeviceRequests,
         plan: DevicePlan,
     ) -> None:
-        """Write the pages that the rows attend to into the lists of a plan.
+        """Write what the rows attend to into the lists of a plan, unless a filter has.
 
         Args:
             ops: The device's implementation of the ops that the family needs.
             query, rows, requests, plan: See :meth:`DeviceOps.plan_decode`.
+        """
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`choose_ahead` has anything to do, whatever the rows are."""
+        ...
+
+    def choose_ahead(
+        self, ops: Any, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """Select for the next step, beside attention and the layers after.
+
+        Args:
+            ops, rows, requests: As :meth:`choose` has left them.
+            room: See :meth:`DeviceOps.select_ahead`.
+        """
+        ...
+
+
+class DeviceFilter(Protocol):
+    """A layer of a device that lists what the layers after it attend to."""
+
+    def select(
+        self,
+        ops: Any,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """Write lists that hold until the next filter's, after the layer's attention.
+
+        Args:
+            ops, query, rows, requests, plan: See :meth:`DeviceMethod.choose`.
         """
         ...
 

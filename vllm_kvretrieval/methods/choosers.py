@@ -65,6 +65,7 @@ def layer_choosers(
             method.rerank,
             method.remainder,
             method.outliers,
+            any(known.uneven and known.of(method) != known.plain for known in method.numbers),
         )
         for method in methods
     ]

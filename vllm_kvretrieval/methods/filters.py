@@ -19,6 +19,13 @@ from vllm_kvretrieval.kernels import (
     Ops,
     TokenLists,
 )
+from vllm_kvretrieval.kernels.device import (
+    DeviceOps,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -184,7 +191,83 @@ class Filter:
             self.shared.announce(plan.rows)
 
 
+class ListingFilter:
+    """A filter layer on a device; see :class:`DeviceFilter`.
+
+    Args:
+        methods: The engine's: one of this family, and others that select nothing.
+        cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's.
+        layout: How that lays out keys.
+        scale: Softmax scale.
+    """
+
+    def __init__(
+        self, methods: Sequence[Method], cache: torch.Tensor, layout: str, scale: float
+    ) -> None:
+        numbers = range(len(methods))
+        (self._number,) = (n for n in numbers if isinstance(methods[n], FilterMethod))
+        self._others = [n for n in numbers if n != self._number]
+        self._scale = scale
+        pages, kv_heads, page_size, row = cache.shape
+        self._store = IndexRecords.empty(
+            Exact(),
+            pages=pages,
+            kv_heads=kv_heads,
+            head_size=row // 2,
+            page_size=page_size,
+            dtype=cache.dtype,
+            entry_tokens=1,
+            cache=cache,
+            layout=layout,
+        )
+
+    def select(
+        self,
+        ops: DeviceOps,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """See :meth:`DeviceOps.filter_tokens`."""
+        ops.filter_tokens(
+            query, rows, requests, self._number, self._others, self._store, self._scale, plan
+        )
+
+
+class DeviceFiltered:
+    """A layer after a filter on a device, whose lists the filter has written; see
+    :class:`DeviceMethod`.
+
+    Args:
+        methods: The engine's.
+        choosers: The layer's, by the number of the method.
+    """
+
+    per_token, looks_ahead = True, False
+
+    def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
+        self.selection = choosers[0].selection
+
+    def choose(
+        self,
+        ops: DeviceOps,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """The lists are there."""
+
+    def choose_ahead(
+        self, ops: DeviceOps, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """Nothing is selected here."""
+
+
 group_method = Filtered
+device_method = DeviceFiltered
+device_filter = ListingFilter
 
 
 def layer_method(facts: LayerFacts, number: int, method: Method, chooser: Chooser) -> FilteredLayer:

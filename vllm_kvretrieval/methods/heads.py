@@ -5,10 +5,16 @@ import torch
 
 from vllm_kvretrieval.kernels import DecodeRows, TokenLists
 from vllm_kvretrieval.methods.base import DecodePlan, GroupFacts, StepRows
-from vllm_kvretrieval.methods.scored import Scored, connect, layer_method, scratch_bytes
+from vllm_kvretrieval.methods.scored import (
+    Scored,
+    connect,
+    device_method,
+    layer_method,
+    scratch_bytes,
+)
 from vllm_kvretrieval.retrieval.families import Method
 
-__all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
+__all__ = ["connect", "device_method", "group_method", "layer_method", "scratch_bytes"]
 
 
 class Heads(Scored):

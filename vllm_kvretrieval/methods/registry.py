@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from vllm_kvretrieval.kernels import Chooser
 from vllm_kvretrieval.methods import dropping, filters, heads, scored
 from vllm_kvretrieval.methods.base import (
+    DeviceFilter,
     DeviceMethod,
     EngineFacts,
     Family,
@@ -55,15 +58,33 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     return [*made, scored.ScoredLayer(choosers[0])]
 
 
-def device_methods(methods: Iterable[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
+def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
     """The families of an engine's methods in a layer of a device, each once.
 
     Args:
-        methods: The engine's. Methods of families that no device serves have been refused.
+        methods: The engine's. Methods of families that no device serves have been refused, and
+            those that select unlike others. Methods that select nothing go with any family.
         choosers: The layer's, by the number of the method.
     """
-    files = {id(file): file for file in map(family_of, methods)}.values()
-    return [file.device_method(choosers) for file in files]  # type: ignore[attr-defined]
+    selecting = [method for method in methods if method.selects] or methods[:1]
+    files = {id(file): file for file in map(family_of, selecting)}.values()
+    return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
+
+
+def device_filter(
+    methods: Sequence[Method], cache: torch.Tensor, layout: str, scale: float
+) -> DeviceFilter:
+    """A layer of a device that selects for those after it.
+
+    Args:
+        methods: The engine's, the first of which selects so.
+        cache: [pages, kv_heads, page_size, 2 * head_size]; the layer's.
+        layout: How that lays out keys.
+        scale: Softmax scale.
+    """
+    make = family_of(methods[0]).device_filter  # type: ignore[attr-defined]
+    made: DeviceFilter = make(methods, cache, layout, scale)
+    return made
 
 
 def chunk_planner(facts: GroupFacts) -> ChunkPlanner | None:

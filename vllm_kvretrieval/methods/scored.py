@@ -18,7 +18,13 @@ from vllm_kvretrieval.kernels import (
     Selection,
     TokenLists,
 )
-from vllm_kvretrieval.kernels.device import DeviceOps, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    DeviceOps,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
     EngineFacts,
@@ -129,11 +135,14 @@ class DeviceScored:
     """A layer's rows of the family's methods on a device; see :class:`DeviceMethod`.
 
     Args:
+        methods: The engine's.
         choosers: The layer's, by the number of the method.
     """
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
+    def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
         self._choosers = choosers
+        self.per_token = any(method.per_token for method in methods)
+        self._ahead = [number for number, method in enumerate(methods) if method.speculates]
 
     @property
     def selection(self) -> Selection:
@@ -148,8 +157,23 @@ class DeviceScored:
         requests: DeviceRequests,
         plan: DevicePlan,
     ) -> None:
-        """See :meth:`DeviceOps.plan_decode`."""
-        ops.plan_decode(query, rows, requests, self._choosers, plan)
+        """See :meth:`DeviceOps.plan_decode` and :meth:`DeviceOps.plan_tokens`."""
+        if self.per_token:
+            ops.plan_tokens(query, rows, requests, dict(enumerate(self._choosers)), plan)
+        else:
+            ops.plan_decode(query, rows, requests, self._choosers, plan)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """See :attr:`DeviceMethod.looks_ahead`."""
+        return bool(self._ahead)
+
+    def choose_ahead(
+        self, ops: DeviceOps, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """See :meth:`DeviceOps.select_ahead`, for methods that speculate."""
+        for number in self._ahead:
+            ops.select_ahead(rows, requests, number, self._choosers[number], room)
 
 
 group_method = Scored

@@ -230,7 +230,15 @@ class Options:
         "the share of the KV cache that a request reads, dense layers included, in place of a "
         "fixed budget: the budget then follows from the prompt's length, up to `max_budget`",
         "none",
-        on_gpu="name a budget",
+    )
+    exact_below: int | None = option(
+        None,
+        TOKENS,
+        "contexts of fewer tokens are attended to in full though they are beyond the budget; 0: "
+        "none are; only on a GPU, where the cache is on the device",
+        "as long as that takes no longer than to select, by budget and batch",
+        neutral=0,
+        more="gpu.md#the-engine",
     )
     drafts: int = of_drafts.DRAFTS
     lossless: bool = of_drafts.LOSSLESS_SWITCH

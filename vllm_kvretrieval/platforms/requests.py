@@ -63,10 +63,12 @@ def check_request(
         raise RetrievalRequestError(str(e)) from None
     for known in SEAT_FIELDS:
         number = options.numbers[known.name]
-        if known.need in setting.lacks and number != known.plain:
+        lacking = {*setting.lacks, *(setting.of_methods - config.methods[options.method].needs)}
+        if known.need in lacking and number != known.plain:
+            instead = known.need in setting.of_methods
             raise RetrievalRequestError(
                 f"kv_retrieval.{known.name}={number} is not served on {setting.name} yet; leave it "
-                "out."
+                f"out{', or name a method that has one of its own' if instead else ''}."
             )
     spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
     if spares and prompt_logprobs is not None:

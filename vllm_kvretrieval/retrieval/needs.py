@@ -20,6 +20,8 @@ class Need(Enum):
     """A need that not every setting serves. Its value follows a method's name in messages."""
 
     TOKENS = "selects single tokens (unit token)"
+    STALE_TOKENS = "attends to single tokens of an earlier step (unit token, schedule speculative)"
+    LATEST_QUERIES = "selects by several queries (observation)"
     KEYS = "selects by the keys of its own layers (index exact, or rerank)"
     READS = "reads keys in the KV cache"
     EVERYTHING = "reads everything at each step"
@@ -30,6 +32,7 @@ class Need(Enum):
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
     MASS = "selects up to a mass of the attention (mass)"
+    TOKEN_MASS = "selects single tokens up to a mass of the attention (mass)"
     REMAINDER = "adds up means of what is not selected (remainder)"
     RERANK = "scores candidates again by their keys (rerank)"
     OUTLIERS = "selects pages that are outliers (outliers)"
@@ -57,10 +60,12 @@ class Setting:
     Attributes:
         name: Its name in messages.
         lacks: The needs that it does not serve.
+        of_methods: Needs that a request may not bring, by a number, where its method lacks them.
     """
 
     name: str
     lacks: Mapping[Need, Lack]
+    of_methods: frozenset[Need] = frozenset()
 
     def check(self, methods: Iterable["Method"], name: str = "", where: str = "") -> None:
         """Refuse methods that need what the setting lacks.
@@ -95,20 +100,38 @@ GPU = Setting(
     {
         need: Lack("does not serve every method yet", remedy)
         for need, remedy in {
-            Need.LAYERS_SHARE: BY_PAGES,
             Need.DROPS: BY_PAGES,
-            Need.TOKENS: BY_PAGES,
-            Need.HEADS: BY_PAGES,
-            Need.UNEVEN_SHARES: f"set budget_shares=uniform, or {BY_PAGES}",
+            Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
+            Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
-            Need.MASS: f"set mass=1, or {BY_PAGES}",
+            Need.TOKEN_MASS: f"set mass=1, or {BY_PAGES}",
             Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",
             Need.REMAINDER: f"set remainder=0, or {BY_PAGES}",
             Need.OUTLIERS: BY_PAGES,
             Need.HIGHEST: f"set pooling=mean_softmax, or {BY_PAGES}",
         }.items()
     },
+    frozenset({Need.MASS}),
 )
+GPU_HOST = Setting(
+    "home=host",
+    {
+        Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}"),
+        Need.UNEVEN_SHARES: Lack(
+            "gives all KV heads as many slots", "set budget_shares=uniform, or home=device"
+        ),
+    },
+)
+"""A home in host memory, on a GPU."""
+FILTERS_ALONE = Setting(
+    "--tensor-parallel-size on a GPU",
+    {
+        Need.LAYERS_SHARE: Lack(
+            "lets each worker select by its own KV heads", "set filter_heads=own, or leave it out"
+        )
+    },
+)
+"""Workers with some of the KV heads of a filter, which do not tell each other what they find."""
 LITTLE = "is for methods that read little of a context at a step"
 SLOW_HOME = Setting(
     "a slow home",
@@ -218,6 +241,8 @@ OTHER_LAYERS = Setting(
 )
 SETTINGS = (
     GPU,
+    GPU_HOST,
+    FILTERS_ALONE,
     SLOW_HOME,
     SHARED_KV,
     CODEC,

@@ -197,7 +197,12 @@ def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig, drafts: i
 
 
 def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse a home that only GPUs have, and KV connectors beside a slow one."""
+    """Refuse what only GPUs have, and KV connectors beside a slow home."""
+    if config.exact_below:
+        raise RetrievalConfigError(
+            f"kv_retrieval.exact_below={config.exact_below} is for GPUs; on a CPU contexts within "
+            f"the budget are attended to in full. Leave it out, or use budget={config.exact_below}."
+        )
     if config.home == "host":
         raise RetrievalConfigError(
             "kv_retrieval.home='host' is for GPUs; on the CPU platform host memory is what device "

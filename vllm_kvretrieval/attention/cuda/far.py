@@ -8,9 +8,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
-from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.types import Selection
 from vllm_kvretrieval.methods import DeviceMethod
 
 MISSED_PROGRAMS = 64
@@ -107,7 +106,6 @@ class FarLayer:
     def __init__(self, tier: FarTier, number: int, home: torch.Tensor, slots: torch.Tensor) -> None:
         self._tier, self._home, self.slots = tier, home, slots
         self._place = tier.staging.add(home)
-        self._last = number == tier.layers - 1
         self._missed, self._early = tier.recalls(number)
         self._residency = Residency.empty(
             kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
@@ -122,6 +120,7 @@ class FarLayer:
         requests: DeviceRequests,
         methods: Sequence[DeviceMethod],
         plan: DevicePlan,
+        room: ScoreRoom,
         partial: DecodeWorkspace,
         lse: torch.Tensor,
         scale: float,
@@ -137,25 +136,34 @@ class FarLayer:
             requests: The layer's requests.
             methods: How rows come to what they attend to.
             plan: With positions; written.
+            room: See ``DeviceOps.select_ahead``.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
             rules: The model's rules of attention; see ``SlotOps.sparse_decode``.
         """
-        tier, ops, page_size = self._tier, self._tier.ops, self.slots.shape[1]
-        ops.write_tail(key, value, rows, self._residency, self.slots)
+        tier, ops = self._tier, self._tier.ops
         for method in methods:
             method.choose(ops, query, rows, requests, plan)
         lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
-        ops.resolve(plan, rows, self._residency, self._missed, lists, page_size)
+        of_layer = self._residency, self._missed, self.slots
+        ops.resolve(key, value, plan, rows, *of_layer, lists)
         self._recall(self._missed, MISSED_PROGRAMS)
-        tier.side.submit(lambda: self._recall_ahead(methods[0].selection, rows, requests))
+        ahead = [method for method in methods if method.looks_ahead]
+        if ahead:  # others attend to all that they select
+            tier.side.submit(lambda: self._look_ahead(ahead, rows, requests, room))
         ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial, **rules)
 
-    def _recall_ahead(
-        self, selection: Selection, rows: DeviceRows, requests: DeviceRequests
+    def _look_ahead(
+        self,
+        methods: Sequence[DeviceMethod],
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        room: ScoreRoom,
     ) -> None:
+        for method in methods:
+            method.choose_ahead(self._tier.ops, rows, requests, room)
         self._tier.ops.resolve_ahead(
-            selection,
+            methods[0].selection,
             rows,
             requests,
             self._residency,
@@ -195,8 +203,3 @@ class FarLayer:
             own = query[of_wave], key[of_wave], value[of_wave]
             tier.ops.write_kv(*own[1:], wave.slot_mapping, buffer, ())
             half.forward(layer, *own, buffer, wave.metadata, output[of_wave], *scales)
-
-    def end(self) -> None:
-        """After the layer: nothing is beside the model any more when the last one is done."""
-        if self._last:
-            self._tier.side.wait()

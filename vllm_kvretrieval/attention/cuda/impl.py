@@ -8,11 +8,12 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
 from vllm_kvretrieval.attention.cuda.far import FarLayer
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadata
+from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
-from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
-from vllm_kvretrieval.methods import DeviceMethod
+from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -28,6 +29,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         methods: How rows come to what they attend to; empty in a dense layer.
         choosers: What the layer selects with, by the number of the method.
         indexes: The page indexes that these have, each once.
+        filter: What lists tokens for the layers after this one, if it is a filter; it is dense.
     """
 
     dense: ClassVar[type[AttentionBackend]]
@@ -81,8 +83,11 @@ class RetrievalAttentionImpl(AttentionImpl):
         self.indexes: list[IndexRecords] = []
         self.requests: DeviceRequests | None = None
         self.workspace: Workspace | None = None
+        self.side: SideWork | None = None
+        self.is_last = False
         self.units: torch.Tensor | None = None
         self.far: FarLayer | None = None
+        self.filter: DeviceFilter | None = None
 
     def attach(
         self,
@@ -92,7 +97,10 @@ class RetrievalAttentionImpl(AttentionImpl):
         cache: torch.Tensor,
         requests: DeviceRequests,
         workspace: Workspace,
+        side: SideWork,
         far: FarLayer | None = None,
+        *,
+        is_last: bool,
     ) -> None:
         """Make this a retrieval layer.
 
@@ -103,16 +111,33 @@ class RetrievalAttentionImpl(AttentionImpl):
             cache: [pages, kv_heads, page_size, 2 * head_size], as vLLM passes it to ``forward``.
             requests: The requests of the layer's group.
             workspace: The workspace that layers of this shape share.
+            side: Runs what is beside the model.
             far: What serves the layer where its cache is in host memory.
+            is_last: Whether no layer of the worker that retrieves comes after this one.
         """
         pages, kv_heads, page_size, row = cache.shape
         for store in (chooser.store for chooser in choosers):
             assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
         self.ops, self.methods, self.choosers, self.requests = ops, methods, choosers, requests
-        self.workspace, self.far = workspace, far
-        self.units = cache.view(pages * kv_heads, page_size, row)
+        self.workspace, self.side, self.far = workspace, side, far
+        self.is_last = is_last
+        tokens = any(method.per_token for method in methods)
+        self.units = cache.view(-1, 1 if tokens else page_size, row)
         kept = (c.store for c in choosers if c.store.records.numel())
         self.indexes = list({id(store): store for store in kept}.values())
+
+    def attach_filter(
+        self, ops: Any, by: DeviceFilter, requests: DeviceRequests, workspace: Workspace
+    ) -> None:
+        """Let this dense layer list what the layers after it attend to.
+
+        Args:
+            ops: Implementation of :class:`DeviceOps`.
+            by: It.
+            requests: The requests of the layer's group.
+            workspace: The workspace of the layers that follow.
+        """
+        self.ops, self.filter, self.requests, self.workspace = ops, by, requests, workspace
 
     def do_kv_cache_update(
         self,
@@ -145,6 +170,8 @@ class RetrievalAttentionImpl(AttentionImpl):
         if step is None or step.rows is None or not self.methods:
             whole = None if step is None else step.whole
             self.half.forward(layer, query, key, value, kv_cache, whole, output, *scales)
+            if self.filter is not None and step is not None:
+                self._filter(query, step)
             return output
         if step.lead:
             own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
@@ -154,8 +181,18 @@ class RetrievalAttentionImpl(AttentionImpl):
             self._attend_to_selection(query, key, value, step.rows, output)
         if self.far is not None:
             self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
-            self.far.end()
+        if self.is_last:  # the next step reads what is done beside this one
+            assert self.side is not None
+            self.side.wait()
         return output
+
+    def _filter(self, query: torch.Tensor, step: RetrievalMetadata) -> None:
+        assert self.filter is not None
+        assert self.workspace is not None
+        assert self.requests is not None
+        if step.rows is not None and step.sparse:
+            plan = self.workspace.of(len(step.rows))[0]
+            self.filter.select(self.ops, query, step.rows, self.requests, plan)
 
     def _attend_to_selection(
         self,
@@ -167,16 +204,19 @@ class RetrievalAttentionImpl(AttentionImpl):
     ) -> None:
         assert self.workspace is not None
         assert self.requests is not None
+        assert self.side is not None
         plan, partial, lse = self.workspace.of(len(rows))
+        requests, room = self.requests, self.workspace.ahead(len(rows))
         if self.far is not None:
             self.far.attend_to_selection(
                 query,
                 key,
                 value,
                 rows,
-                self.requests,
+                requests,
                 self.methods,
                 plan,
+                room,
                 partial,
                 lse,
                 self.scale,
@@ -185,7 +225,9 @@ class RetrievalAttentionImpl(AttentionImpl):
             )
             return
         for method in self.methods:
-            method.choose(self.ops, query, rows, self.requests, plan)
+            method.choose(self.ops, query, rows, requests, plan)
+        if any(method.looks_ahead for method in self.methods):
+            self.side.submit(lambda: self._look_ahead(rows, requests, room))
         pairs = len(lse)
         self.ops.sparse_decode(
             query,
@@ -198,6 +240,11 @@ class RetrievalAttentionImpl(AttentionImpl):
             partial,
             **self._rules,
         )
+
+    def _look_ahead(self, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom) -> None:
+        for method in self.methods:
+            if method.looks_ahead:
+                method.choose_ahead(self.ops, rows, requests, room)
 
     @property
     def _rules(self) -> dict[str, Any]:

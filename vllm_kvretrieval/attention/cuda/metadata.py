@@ -142,8 +142,8 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             return RetrievalMetadata(build_whole(common_attn_metadata=common, **options))
         self._describe()
         rows = self._rows(common)
-        far = self.tier is not None
-        self.ops.prepare_rows(rows, self.table, self.page_size, far=far)
+        far, least = self.tier is not None, self.requests.least
+        self.ops.prepare_rows(rows, self.table, self.page_size, least=least, far=far)
         lead = common.num_reqs
         if self.tier is not None:
             lead = self.tier.begin_step(common, reads_written=self.requests.may_read_written())
@@ -153,7 +153,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             build_rest(common_attn_metadata=masked, **options) if lead else None,
             lead,
             rows,
-            captured or self.requests.may_be_sparse(far=far),
+            captured or self.requests.may_be_sparse(),
         )
 
     def _describe(self) -> None:

@@ -1,5 +1,6 @@
 """Refusals at start-up of what retrieval cannot serve on a GPU, with remedies."""
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,14 @@ from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
-from vllm_kvretrieval.kernels.triton.select import MOST_PAGES
+from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families import Method
-from vllm_kvretrieval.retrieval.needs import GPU
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 
 if TYPE_CHECKING:
@@ -57,8 +59,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"{method} does not support microbatches; leave --enable-dbo and --ubatch-size out."
         )
     check_home(config, sleeps=model.enable_sleep_mode)
-    for served in config.methods.values():
-        check_method(served)
+    check_methods(config)
+    if parallel.tensor_parallel_size > 1 and config.filter_heads != "own":
+        FILTERS_ALONE.check(
+            config.methods.values(), f"--tensor-parallel-size {parallel.tensor_parallel_size}"
+        )
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     if group > MOST_IN_GROUP:
         raise RetrievalConfigError(
@@ -72,6 +77,14 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             f"--max-model-len {model.max_model_len} has more of kv_retrieval.page_size="
             f"{config.page_size}; use {MOST_PAGES * config.page_size}, or larger pages."
         )
+    most = TILE_PAGES * config.page_size
+    for served, need in itertools.product(config.methods.values(), (Need.MASS, Need.HEADS)):
+        if need in served.needs and model.max_model_len > most:
+            raise RetrievalConfigError(
+                f"{served.name} {need.value}, which a GPU serves in contexts of up to {TILE_PAGES} "
+                f"pages, and --max-model-len {model.max_model_len} has more of "
+                f"kv_retrieval.page_size={config.page_size}; use {most}, or larger pages."
+            )
     check_connector(vllm_config, config)
 
 
@@ -162,11 +175,18 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
             f"kv_retrieval.home_path={config.home_path!r} is for home=disk, which is not served on "
             "a GPU; leave it out."
         )
+    if config.home == "host" and config.exact_below:
+        raise RetrievalConfigError(
+            f"kv_retrieval.exact_below={config.exact_below} has no effect with home=host, where a "
+            "whole context would have to come to the device at each step; leave it out."
+        )
     if config.slow_home and sleeps:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} cannot be combined with --enable-sleep-mode, which "
             "does not know of host memory; leave one out."
         )
+    if config.slow_home:
+        GPU_HOST.check(config.methods.values(), f"kv_retrieval.home={config.home}")
     pages = config.budget_limit // config.page_size
     if config.slow_home and pages > MOST_SLOTS:
         raise RetrievalConfigError(
@@ -176,9 +196,31 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
         )
 
 
+def check_methods(config: RetrievalConfig) -> None:
+    """Refuse an engine's methods that there are no kernels for, or none that serve all of them."""
+    by_kind: dict[tuple[bool, bool], str] = {}
+    for method in config.methods.values():
+        check_method(method)
+        if method.selects and not method.whole:
+            by_kind.setdefault((method.per_token, method.selects_for_others), method.name)
+    if len(by_kind) > 1:
+        names = " and ".join(by_kind.values())
+        raise RetrievalConfigError(
+            f"a GPU does not serve {names} together yet: pages, single tokens, and tokens that "
+            "filters select go apart. Leave one out of kv_retrieval.also."
+        )
+
+
 def check_method(method: Method) -> None:
     """Refuse a method that there are no kernels for."""
     GPU.check([method])
+    if method.per_token and isinstance(method.index, OneBit):
+        return
+    if method.per_token and method.index is not None:
+        raise RetrievalConfigError(
+            f"{method.name} is not served on a GPU yet, where single tokens are selected by "
+            f"index=one_bit, and not by {method.index.name}; use it, or unit=page."
+        )
     if method.index is not None and type(method.index) not in KINDS:
         raise RetrievalConfigError(
             f"{method.name} is not served on a GPU yet, where index {method.index.name} is not; "

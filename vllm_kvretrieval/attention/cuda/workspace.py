@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvretrieval.kernels.device import DevicePlan
+from vllm_kvretrieval.kernels.device import DevicePlan, ScoreRoom
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.triton.decode import SPLITS_PER_UNIT, count_splits
 
@@ -35,6 +35,7 @@ class Workspace:
         page_size: Tokens per page.
         units: Multiprocessors of the device.
         positions: Whether plans hold pages by their positions; see :class:`DevicePlan`.
+        ahead: Whether layers select beside others for the next step, in room of its own.
         device: Where; ``meta``: nowhere, only to know the size.
     """
 
@@ -50,6 +51,7 @@ class Workspace:
         page_size: int,
         units: int,
         positions: bool,
+        ahead: bool,
         device: torch.device | str,
     ) -> None:
         self.kv_heads, self.group, self.units = kv_heads, group, units
@@ -58,8 +60,9 @@ class Workspace:
         pairs = rows * kv_heads
         programs = max(pairs, PROGRAMS_PER_UNIT * units)
         parts = max(pairs, SPLITS_PER_UNIT * units)
-        self._scores = torch.empty(pairs, group, entries, device=device)
-        self._stats = torch.empty(programs, 2, group, device=device)
+        rooms = 2 if ahead else 1
+        self._scores = torch.empty(rooms, pairs, group, entries, device=device)
+        self._stats = torch.empty(rooms, programs, 2, group, device=device)
         self._lists = torch.zeros(pairs, width, dtype=torch.int32, device=device)
         self._lengths = torch.full((pairs,), -1, dtype=torch.int32, device=device)
         self._out = torch.empty(parts, group, head_size, device=device)
@@ -67,6 +70,7 @@ class Workspace:
         self._merged = torch.empty(pairs, group, device=device)
         self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
+        self._rooms: dict[int, ScoreRoom] = {}
 
     @staticmethod
     def rows_that_differ(most: int) -> list[int]:
@@ -93,12 +97,23 @@ class Workspace:
             self._steps[rows] = self._slice(rows * self.kv_heads)
         return self._steps[rows]
 
-    def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
+    def ahead(self, rows: int) -> ScoreRoom:
+        """Where the layers of a step of ``rows`` rows select for the next one."""
+        if rows not in self._rooms:
+            self._rooms[rows] = self._room(rows * self.kv_heads, -1)
+        return self._rooms[rows]
+
+    def _room(self, pairs: int, number: int) -> ScoreRoom:
         programs = count_programs(pairs, self.units)
+        stats = self._stats[number, : pairs * programs].unflatten(0, (pairs, programs))
+        return ScoreRoom(self._scores[number, :pairs], stats)
+
+    def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
+        room = self._room(pairs, 0)
         splits = count_splits(pairs, self.units, *self._longest)
         plan = DevicePlan(
-            self._scores[:pairs],
-            self._stats[: pairs * programs].unflatten(0, (pairs, programs)),
+            room.scores,
+            room.stats,
             self._lists[:pairs],
             self._lengths[:pairs],
             self._positions,

@@ -1,6 +1,6 @@
 """Retrieval's state beside the KV cache on a GPU, and how it gets into vLLM's layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,17 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.layers import number_layers
+from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
-from vllm_kvretrieval.methods import device_methods
+from vllm_kvretrieval.methods import device_filter, device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.capacity import Capacity
+from vllm_kvretrieval.retrieval.layers import full_attention_layers
+from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, Need
+from vllm_kvretrieval.retrieval.roles import Filters, Follows, Role, stage_roles
 
 TOKEN_MAJOR = "token_major"
 """vLLM's name of the cache's layout: each token's key before its value."""
@@ -30,23 +36,55 @@ Retrieves = list[tuple[RetrievalMetadataBuilder, list[str]]]
 """Groups of layers that retrieve: the builder of their metadata, and their names."""
 
 
-def retrieving(config: RetrievalConfig, names: Iterable[str]) -> list[str]:
+def roles_of_layers(
+    vllm_config: Any, config: RetrievalConfig, specs: Mapping[str, Any]
+) -> dict[str, Role]:
+    """The roles of a worker's layers by name; empty if each selects for itself.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: Options of the engine.
+        specs: vLLM's KV cache specs of the worker's layers.
+    """
+    numbers = number_layers(vllm_config, specs, config)
+    of_model = full_attention_layers(vllm_config.model_config) or [*numbers.values()]
+    roles = config.roles(vllm_config.model_config, of_model)
+    roles = stage_roles(roles, numbers.values()) if roles else roles
+    return {name: roles[number] for name, number in numbers.items()} if roles else {}
+
+
+def retrieving(
+    config: RetrievalConfig, roles: Mapping[str, Role], names: Iterable[str]
+) -> list[str]:
     """The layers that attend to parts of long contexts."""
+    if roles:
+        return [name for name in names if isinstance(roles.get(name), Follows)]
     return [name for name in names if extract_layer_index(name) >= config.dense_layers]
 
 
-def groups_that_retrieve(config: RetrievalConfig, attn_groups: Iterable[Any]) -> Retrieves:
+def groups_that_retrieve(
+    config: RetrievalConfig, roles: Mapping[str, Role], attn_groups: Iterable[Any]
+) -> Retrieves:
     """The groups of layers that retrieve, among vLLM's.
 
     Backends built around ours, as for chunked attention or added sinks, are left as they are.
+
+    Raises:
+        RetrievalConfigError: Layers follow a filter whose pages have other numbers.
     """
-    found = []
+    found, filters = [], {name for name, role in roles.items() if isinstance(role, Filters)}
     for group in attn_groups:
         builder = group.get_metadata_builder()
         ours = type(builder).__base__ is RetrievalMetadataBuilder
         plain = ours and type(group.kv_cache_spec) is FullAttentionSpec
-        if plain and (names := retrieving(config, group.layer_names)):
+        if plain and (names := retrieving(config, roles, group.layer_names)):
             found.append((builder, names))
+            if not filters <= {*group.layer_names}:
+                raise RetrievalConfigError(
+                    f"{config.method} on a GPU needs all layers with full attention in one of "
+                    "vLLM's groups, and in this model they are in several. Serve it on a CPU, or "
+                    "use a method that selects pages by an index, such as freekv."
+                )
     return found
 
 
@@ -77,15 +115,17 @@ class RetrievalLayers:
         self.max_model_len = max_model_len
         self.impls: dict[str, RetrievalAttentionImpl] = {}
         self.tier: FarTier | None = None
+        self._filters: list[RetrievalAttentionImpl] = []
         self._workspaces: dict[tuple[int, int, int], Workspace] = {}
 
     def attach(
         self,
         groups: Retrieves,
         layers: Mapping[str, Any],
+        side: SideWork,
         tiers: HostTiers | None = None,
-        side: SideWork | None = None,
         *,
+        filters: Sequence[str] = (),
         is_profiling: bool = False,
     ) -> None:
         """Let layers retrieve, once their KV cache is allocated.
@@ -93,13 +133,14 @@ class RetrievalLayers:
         Args:
             groups: The groups of the worker; a single one if there are ``tiers``.
             layers: vLLM's layers, by name.
+            side: Runs work beside the model.
             tiers: Sizes, if the cache of these layers is in host memory.
-            side: Runs work beside the model, if there are ``tiers``.
+            filters: Names of the layers of the only group that list tokens for those after them.
             is_profiling: Whether nothing but graphs are captured, to measure their memory.
         """
+        numbers = [extract_layer_index(name) for _, names in groups for name in names]
         for builder, names in groups:
             if tiers is not None:
-                assert side is not None
                 homes = [layers[name].kv_cache for name in names]
                 rows = self.requests.capacity
                 self.tier = make_tier(
@@ -109,13 +150,17 @@ class RetrievalLayers:
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
                 far = None if self.tier is None else self.tier.far[number]
-                self._attach(name, layers[name], builder, far)
+                is_last = extract_layer_index(name) == max(numbers)
+                self._attach(name, layers[name], builder, side, far, is_last=is_last)
+            for name in filters:
+                self._attach_filter(layers[name], builder)
 
     def detach(self) -> None:
         """Release the KV cache and all state beside it."""
-        for impl in self.impls.values():
+        for impl in (*self.impls.values(), *self._filters):
             impl.detach()
         self.impls.clear()
+        self._filters.clear()
         self.tier = None
         self._workspaces.clear()
 
@@ -131,45 +176,90 @@ class RetrievalLayers:
             self.ops.index_pages(pages, store)
 
     def _attach(
-        self, name: str, layer: Any, builder: RetrievalMetadataBuilder, far: FarLayer | None
+        self,
+        name: str,
+        layer: Any,
+        builder: RetrievalMetadataBuilder,
+        side: SideWork,
+        far: FarLayer | None,
+        *,
+        is_last: bool,
     ) -> None:
         impl, cache = layer.impl, layer.kv_cache
-        choosers = self._choosers(impl, cache)
+        if impl.half.logits_soft_cap:
+            CAPPED_LOGITS.check(self.config.methods.values())
+        tokens = cache.numel() // cache.shape[-1]
+        if self.config.token_major and tokens > torch.iinfo(torch.int32).max:
+            raise RetrievalConfigError(
+                f"{self.config.method} selects single tokens, of which a layer's KV cache has "
+                f"{tokens} (times KV heads), more than 31 bits number. Lower "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization."
+            )
+        choosers = self._choosers(name, impl, cache)
         shape = impl.num_kv_heads, impl.group, impl.head_size
         if shape not in self._workspaces:
             self._workspaces[shape] = make_workspace(
                 self.config,
+                self.requests.room,
                 shape,
                 self.requests.capacity,
                 self.max_model_len,
                 self.device,
                 positions=far is not None,
             )
-        methods = device_methods(self.config.methods.values(), choosers)
-        workspace = self._workspaces[shape]
-        impl.attach(self.ops, methods, choosers, cache, builder.table, workspace, far)
+        methods = device_methods(list(self.config.methods.values()), choosers)
+        shared = builder.table, self._workspaces[shape], side
+        impl.attach(self.ops, methods, choosers, cache, *shared, far, is_last=is_last)
         self.impls[name] = impl
 
-    def _choosers(self, impl: RetrievalAttentionImpl, cache: torch.Tensor) -> list[Chooser]:
+    def _attach_filter(self, layer: Any, builder: RetrievalMetadataBuilder) -> None:
+        impl, methods = layer.impl, [*self.config.methods.values()]
+        workspace = self._workspaces.get((impl.num_kv_heads, impl.group, impl.head_size))
+        if workspace is None or len(self._workspaces) > 1:
+            raise RetrievalConfigError(
+                f"{self.config.method} on a GPU needs layers of equal heads, and those of this "
+                "model differ. Serve it on a CPU, or use a method that selects pages by an index, "
+                "such as freekv."
+            )
+        if impl.half.sinks is not None or impl.half.logits_soft_cap:
+            raise RetrievalConfigError(
+                f"{self.config.method} on a GPU does not know a model's own rules of attention "
+                "(sinks, caps of scores) yet. Serve it on a CPU, or use a method that selects "
+                "pages by an index, such as freekv."
+            )
+        with self.device:
+            by = device_filter(methods, layer.kv_cache, TOKEN_MAJOR, impl.scale)
+        impl.attach_filter(self.ops, by, builder.table, workspace)
+        self._filters.append(impl)
+
+    def _choosers(
+        self, name: str, impl: RetrievalAttentionImpl, cache: torch.Tensor
+    ) -> list[Chooser]:
         """The choosers of a layer, by the number of the method."""
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
         with self.device:  # tensors are made there
-            selection = make_selection(self.config, self.requests.capacity, impl.group, shape)
+            seats, room = self.requests.capacity, self.requests.room
+            selection = make_selection(self.config, room, seats, impl.group, shape)
+            selection.counts = self.requests.counts_of(name)
             return layer_choosers(
                 self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
             )
 
 
 def make_selection(
-    config: RetrievalConfig, seats: int, group: int, shape: dict[str, Any]
+    config: RetrievalConfig, room: Capacity, seats: int, group: int, shape: dict[str, Any]
 ) -> Selection:
-    """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``."""
-    most = max(*config.most_selected.values(), 1)
+    """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``.
+
+    Tokens that are selected are not remembered.
+    """
+    most = 1 if config.token_major else room.most_chosen()
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
 
 def make_workspace(
     config: RetrievalConfig,
+    room: Capacity,
     shape: tuple[int, int, int],
     rows: int,
     max_model_len: int,
@@ -180,27 +270,38 @@ def make_workspace(
     """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
+    pages = -(-max_model_len // config.page_size)
+    limited = all(Need.HEADS not in method.needs for method in config.methods.values())
+    finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
         head_size=head_size,
-        entries=-(-max_model_len // config.page_size) * (config.page_size // finest),
-        width=config.budget_limit // config.page_size,
-        page_size=config.page_size,
+        entries=pages * (config.page_size // finest),
+        width=max(config.budget_limit // unit, room.listed, 0 if limited else pages),
+        page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
+        ahead=any(method.speculates for method in config.methods.values()),
         device=device,
     )
 
 
 def fixed_bytes(
-    config: RetrievalConfig, layers: Mapping[str, Any], rows: int, max_model_len: int
+    config: RetrievalConfig,
+    roles: Mapping[str, Role],
+    room: Capacity,
+    layers: Mapping[str, Any],
+    rows: int,
+    max_model_len: int,
 ) -> int:
     """Bytes of the state whose size does not depend on that of the KV cache.
 
     Args:
         config: Options of the engine.
+        roles: Roles of the layers, by name.
+        room: How many units requests get of KV heads.
         layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
@@ -208,13 +309,15 @@ def fixed_bytes(
     nowhere, total, shapes = torch.device("meta"), 0, set()
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     ours = {n: impl for n, impl in impls.items() if isinstance(impl, RetrievalAttentionImpl)}
-    for name in retrieving(config, ours):
+    for name in retrieving(config, roles, ours):
         impl = ours[name]
         shapes.add((impl.num_kv_heads, impl.group, impl.head_size))
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         with nowhere:
             dtype = layers[name].kv_cache_torch_dtype
-            selection = make_selection(config, rows, impl.group, shape | {"dtype": dtype})
-        total += selection.query.nbytes + selection.chosen.nbytes
-    made = (make_workspace(config, shape, rows, max_model_len, nowhere) for shape in shapes)
+            selection = make_selection(config, room, rows, impl.group, shape | {"dtype": dtype})
+        assert selection.corrected is not None
+        kept = selection.query, selection.chosen, selection.corrected
+        total += sum(tensor.nbytes for tensor in kept)
+    made = (make_workspace(config, room, shape, rows, max_model_len, nowhere) for shape in shapes)
     return total + sum(workspace.nbytes for workspace in made)

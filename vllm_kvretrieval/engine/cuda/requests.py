@@ -3,13 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
@@ -24,8 +25,29 @@ COLUMNS_OF_SEATS = {
     Column.CHOOSER: "method",
     Column.EXACT: "exact",
     Column.THRESHOLD: "threshold",
+    Column.MASS: "mass",
 }
 """The columns of the table on the device that have what is in a seat."""
+
+
+SPARE_BYTES = 1 << 26
+"""Keys and values of a layer that a GPU reads in the time that selection takes before attention,
+some 25 us on an H100. A guess."""
+
+
+def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
+    """Tokens below which a context is attended to in full, since that takes no longer.
+
+    All rows of a step together may read as much beyond their budgets as selection is worth.
+
+    Args:
+        config: Options of the engine.
+        token_bytes: Bytes of keys and values of a token in a layer of this worker.
+        rows: Rows of the step that decode.
+    """
+    if config.exact_below is not None:
+        return config.exact_below
+    return config.budget + SPARE_BYTES // (token_bytes * max(rows, 1))
 
 
 @dataclass
@@ -97,11 +119,16 @@ class RunningRequests:
     Args:
         config: Options of the engine.
         capacity: Most requests that run at once.
-        retrieval_heads: KV heads times retrieval layers.
+        heads: KV heads of the layers that retrieve.
+        token_bytes: Bytes of keys and values of a token in a retrieval layer.
+        far: Whether the cache of these layers is in host memory.
         device: Where the layers are.
 
     Attributes:
+        room: How many units requests get of these heads.
+        retrieval_heads: How many these are.
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
+        spared: int64 [capacity], on the device; selected pages that KV heads did not need.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
@@ -110,12 +137,31 @@ class RunningRequests:
     """
 
     def __init__(
-        self, config: RetrievalConfig, capacity: int, retrieval_heads: int, device: torch.device
+        self,
+        config: RetrievalConfig,
+        capacity: int,
+        heads: RetrievalHeads,
+        token_bytes: int,
+        device: torch.device,
+        *,
+        far: bool,
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
-        self._reader = RequestReader(config)
-        self.retrieval_heads = retrieval_heads
-        self.corrected = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._token_bytes, self._far = token_bytes, far
+        self._reader, self._heads = RequestReader(config), heads
+        self.room, self.retrieval_heads = heads.room, heads.room.heads
+        if config.memory_fraction is not None:
+            config.budget_of_share(0, heads.dense_share, config.method)  # refuses what cannot be
+        self._selected: np.ndarray | None = None
+        self._counts: StagedWriteTensor | None = None
+        if self.room.allotments or heads.fixed:
+            shape = capacity, self.retrieval_heads
+            self._selected = np.zeros(shape, dtype=np.int32)
+            self._counts = StagedWriteTensor(shape, dtype=torch.int32, device=device)
+        # Units of selection in a page, by the number of the method.
+        units = [config.page_size if m.per_token else 1 for m in config.methods.values()]
+        self._units = np.array(units, dtype=np.int64)
+        self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
         self.assumes_sparse = False
@@ -134,12 +180,28 @@ class RunningRequests:
         shape = self.capacity, COLUMNS
         table = StagedWriteTensor(shape, dtype=torch.int32, device=self.device)
         self._tables.append(table)
-        return DeviceRequests(table.gpu, self.corrected)
+        return DeviceRequests(table.gpu, self.corrected, self.spared)
+
+    def counts_of(self, name: str) -> torch.Tensor | None:
+        """int32 [capacity, kv_heads], on the device; the units that each KV head of a layer selects
+        for the request of a seat. None: all heads select equally many."""
+        return None if self._counts is None else self._counts.gpu[:, self._heads.places[name]]
 
     def admit(self, req_id: str, seat: int, note: Note) -> None:
         """Give a request its seat, and stage its options."""
         record = self._records[seat]
-        write_options(record, read_options(req_id, note.extra_args, self._reader), self.config)
+        options = read_options(req_id, note.extra_args, self._reader)
+        if self.config.memory_fraction is not None and not options.own_budget:
+            share = self._heads.dense_share
+            tokens = self.config.budget_of_share(note.prompt, share, options.method)
+            options = replace(options, budget=self.config.page_budget(tokens, options.method))
+        write_options(record, options, self.config)
+        if self._counts is not None:
+            assert self._selected is not None
+            fixed = self._heads.fixed.get(options.method)
+            counts = self.room.counts(options.method, options.budget) if fixed is None else fixed
+            self._selected[seat] = counts
+            self._counts.stage_write(seat, 0, self._selected[seat].tolist())
         row = np.zeros(COLUMNS, dtype=np.int32)
         for column, name in COLUMNS_OF_SEATS.items():
             number = record[name]
@@ -153,6 +215,8 @@ class RunningRequests:
         """Write the staged options to the device, before the step that needs them."""
         for table in self._tables:
             table.apply_write()
+        if self._counts is not None:
+            self._counts.apply_write()
 
     def leave(self, req_id: str) -> None:
         """Take back the seat of a request that has finished or is interrupted, if it has one."""
@@ -172,11 +236,21 @@ class RunningRequests:
                 self._finished.append((req_id, usage))
         self._report()
 
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest contexts that are selected from in this step.
+
+        Those in host memory are, all of them, since attention in full reads them too slowly.
+        """
+        if self._far:
+            return 0
+        return exact_below(self.config, self._token_bytes, int(self.batch.decodes.sum()))
+
     def begin_step(self, batch: Batch) -> None:
         """Note a step's requests and count the step."""
         self.batch = batch
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
-        attended = self._budgets(batch.seats) * self.retrieval_heads
+        attended = self._attended(batch.seats, pages)
         booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self.counts += booked.sum(0, dtype=np.int64)
         lists = batch.seats.tolist(), batch.lens.tolist(), booked
@@ -201,14 +275,13 @@ class RunningRequests:
         self.batch = NOBODY
         self._came[:] = False
 
-    def may_be_sparse(self, *, far: bool) -> bool:
-        """Whether some row of the step may attend to a selection, as far as the host knows.
-
-        Args:
-            far: Whether contexts within their budgets are listed, too; see ``prepare_rows``.
-        """
+    def may_be_sparse(self) -> bool:
+        """Whether some row of the step may attend to pages that are listed, as far as the host
+        knows; in host memory these are also contexts within their budgets."""
         batch = self.batch
-        attending = batch.decodes & ~self._exact(batch.seats) if far else self._sparse(batch)
+        attending = self._sparse(batch)
+        if self._far:
+            attending = batch.decodes & ~self._exact(batch.seats)
         return self.assumes_sparse or bool(attending.any())
 
     def may_read_written(self) -> bool:
@@ -224,11 +297,23 @@ class RunningRequests:
     def _sparse(self, batch: Batch) -> np.ndarray:
         """bool [n]; which rows attend to a part of their contexts, as ``prepare_rows`` decides."""
         beyond = self._pages(batch.lens) > self._budgets(batch.seats)
+        beyond &= batch.lens >= self.least
         return batch.decodes & ~self._exact(batch.seats) & beyond
 
     def _exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""
         return self._records["exact"][seats]
+
+    def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """int64 [n]; units that a sparse step attends to, in contexts of ``pages`` pages."""
+        if self._selected is None:
+            return self._budgets(seats) * self.retrieval_heads
+        records = self._records[seats]
+        units = self._units[records["method"]]
+        always = (records["sink"] + records["window"]).astype(np.int64)
+        between = (pages - always) * units
+        selected = np.minimum(self._selected[seats], between[:, None]).sum(1, dtype=np.int64)
+        return always * self.retrieval_heads + selected // units
 
     def _budgets(self, seats: np.ndarray) -> np.ndarray:
         """int64 [n]; pages."""

@@ -1,6 +1,8 @@
 """vLLM's V2 model runner with retrieval."""
 
+import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +14,14 @@ from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
+from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
-from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, groups_that_retrieve, retrieving
+from vllm_kvretrieval.engine.cuda.layers import (
+    RetrievalLayers,
+    groups_that_retrieve,
+    retrieving,
+    roles_of_layers,
+)
 from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import least_of_workers
@@ -22,6 +30,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.roles import Filters, Role
 
 MODEL_STATES = (DefaultModelState, MambaHybridModelState)
 """vLLM's descriptions of steps that are served: of decoders, also with state-space layers."""
@@ -96,7 +105,7 @@ class RetrievalModelRunner(GPUModelRunner):
         super().initialize_kv_cache(allocated, is_profiling, **options)
         if moves:
             (group,) = kv_cache_config.kv_cache_groups
-            at_home = retrieving(self.retrieval_config, group.layer_names)
+            at_home = self.retrieving(group.layer_names)
             move_home(self, kv_cache_config, at_home, self.map_home)
         seats = least_of_workers(self.max_num_reqs if tiers is None else tiers.seats)
         limit_graphs(self.cudagraph_manager, seats)
@@ -173,16 +182,38 @@ class RetrievalModelRunner(GPUModelRunner):
         assert config is not None, "this runner is chosen for retrieval backends only"
         return config
 
+    @functools.cached_property
+    def roles(self) -> dict[str, Role]:
+        """The roles of the layers by name, once the model is loaded; empty if all do alike."""
+        return roles_of_layers(self.vllm_config, self.retrieval_config, self.get_kv_cache_spec())
+
+    @functools.cached_property
+    def heads(self) -> RetrievalHeads:
+        """The KV heads of the layers that retrieve."""
+        specs, rank = self.get_kv_cache_spec(), self.vllm_config.parallel_config.rank
+        names = self.retrieving(specs)
+        return RetrievalHeads(self.vllm_config, self.retrieval_config, specs, names, rank)
+
+    def retrieving(self, names: Iterable[str]) -> list[str]:
+        """The layers that attend to parts of long contexts."""
+        return retrieving(self.retrieval_config, self.roles, names)
+
     def _attach_retrieval(self, tiers: HostTiers | None, is_profiling: bool) -> None:
         """Let the layers retrieve, over the KV cache that has just been allocated."""
         config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
-        groups = groups_that_retrieve(config, itertools.chain.from_iterable(self.attn_groups))
-        heads = sum(layers[name].impl.num_kv_heads for _, names in groups for name in names)
-        self.running = RunningRequests(config, self.max_num_reqs, heads, self.device)
+        attn_groups = itertools.chain.from_iterable(self.attn_groups)
+        groups = groups_that_retrieve(config, self.roles, attn_groups)
+        retrieving = [layers[name] for _, names in groups for name in names]
+        token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving), default=1)
+        far = tiers is not None
+        self.running = RunningRequests(
+            config, self.max_num_reqs, self.heads, token, self.device, far=far
+        )
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
-        side = None if tiers is None else self.make_side(self.device)
-        kept.attach(groups, layers, tiers, side, is_profiling=is_profiling)
+        side = self.make_side(self.device)
+        filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
+        kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept

@@ -1,7 +1,6 @@
 """The GPU worker with retrieval."""
 
 import contextlib
-import functools
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -10,7 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cuda.host import log_tiers, plan_tiers
-from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, fixed_bytes, retrieving
+from vllm_kvretrieval.engine.cuda.layers import RetrievalLayers, fixed_bytes
 from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.cuda.traffic import TrafficReport
@@ -56,7 +55,7 @@ class RetrievalGPUWorker(Worker):
             self.expect_tiers(self.requested_memory - self.model_runner.model_memory_usage)
         available = super().determine_available_memory()
         config = self.model_runner.retrieval_config
-        specs, ours = self.get_kv_cache_spec(), functools.partial(retrieving, config)
+        specs, ours = self.get_kv_cache_spec(), self.model_runner.retrieving
         check_retrieving(self.vllm_config, specs, config, ours)
         if not specs:
             return available
@@ -77,7 +76,7 @@ class RetrievalGPUWorker(Worker):
             room: Bytes of the device for the KV cache, the state beside it and all else.
         """
         config, specs = self.model_runner.retrieval_config, self.get_kv_cache_spec()
-        ours = functools.partial(retrieving, config)
+        ours = self.model_runner.retrieving
         if specs:
             with contextlib.suppress(RetrievalConfigError):  # which comes again, with the true room
                 tiers = plan_tiers(self.vllm_config, config, specs, ours, room)
@@ -87,6 +86,8 @@ class RetrievalGPUWorker(Worker):
         """Bytes of the state that does not grow with the KV cache; less than what is available."""
         fixed = fixed_bytes(
             config,
+            self.model_runner.roles,
+            self.model_runner.heads.room,
             self.vllm_config.compilation_config.static_forward_context,
             self.scheduler_config.max_num_seqs,
             self.model_config.max_model_len,
@@ -125,6 +126,8 @@ class RetrievalGPUWorker(Worker):
         report = TrafficReport(
             None if kept.tier is None else kept.tier.traffic,
             requests.corrected,
+            requests.spared,
+            page_size=kept.config.page_size,
             unit_bytes=unit_bytes,
             slots=0 if kept.tier is None else kept.tier.slots,
             rank=self.rank,

@@ -51,7 +51,7 @@ def plan_decode(
                         grouped[head].float(), entries, head, chooser, (sink, count - window),
                         select, rows.per_token, float(rows.numbers["mass"][r]),
                     )  # fmt: skip
-                corrected = bool(rows.fresh[r]) or _turned(
+                corrected = bool(rows.fresh[r]) or turned(
                     grouped[head], previous[head], float(rows.numbers["threshold"][r])
                 )
                 former = selection.chosen[seat, head, :select]
@@ -270,7 +270,7 @@ def top_pages(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(descending=True, stable=True).indices[:count].sort().values
 
 
-def _turned(query: torch.Tensor, previous: torch.Tensor, threshold: float) -> bool:
+def turned(query: torch.Tensor, previous: torch.Tensor, threshold: float) -> bool:
     """Whether a KV head must be corrected (FreeKV, section 3.3)."""
     if threshold >= 1 or threshold <= -1:
         return threshold >= 1

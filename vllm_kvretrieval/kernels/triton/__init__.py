@@ -9,22 +9,24 @@ from vllm_kvretrieval.kernels.triton.index import KINDS, index_pages
 from vllm_kvretrieval.kernels.triton.recall import recall_units
 from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
 from vllm_kvretrieval.kernels.triton.rows import prepare_rows
-from vllm_kvretrieval.kernels.triton.select import plan_decode
+from vllm_kvretrieval.kernels.triton.select import plan_decode, select_ahead
 from vllm_kvretrieval.kernels.triton.stage import stage_context
-from vllm_kvretrieval.kernels.triton.tail import write_tail
+from vllm_kvretrieval.kernels.triton.tokens import filter_tokens, plan_tokens
 from vllm_kvretrieval.kernels.triton.write import write_kv
 
 __all__ = [
     "KINDS",
     "count_splits",
+    "filter_tokens",
     "index_pages",
     "plan_decode",
+    "plan_tokens",
     "prepare_rows",
     "recall_units",
     "resolve",
     "resolve_ahead",
+    "select_ahead",
     "sparse_decode",
     "stage_context",
     "write_kv",
-    "write_tail",
 ]

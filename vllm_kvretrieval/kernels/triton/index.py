@@ -1,5 +1,7 @@
 """Records of page indexes, built from the keys in the cache."""
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,7 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
+from vllm_kvretrieval.kernels.triton.one_bit import build_bits
 from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -15,6 +18,7 @@ from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
+from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import KEPT, Representative
 
 KINDS: dict[type[Index], int] = {
@@ -26,7 +30,7 @@ KINDS: dict[type[Index], int] = {
     Representative: 5,
     Exact: 6,
 }
-"""Indexes that there are kernels for; their numbers there."""
+"""Indexes by which pages are scored; their numbers in kernels. Tokens are scored by ``OneBit``."""
 
 MIN_MAX = tl.constexpr(KINDS[MinMax])
 MEAN = tl.constexpr(KINDS[Mean])
@@ -114,20 +118,25 @@ def elements(store: IndexRecords) -> torch.Tensor:
     return store.records if isinstance(store.index, LowRank) else store.records.view(store.dtype)
 
 
-def check_store(store: IndexRecords, cache: torch.Tensor | None = None) -> None:
+def check_store(
+    store: IndexRecords,
+    cache: torch.Tensor | None = None,
+    kinds: Collection[type[Index]] = (*KINDS, OneBit),
+) -> None:
     """Refuse a store that the kernels cannot serve.
 
     Args:
         store: It.
         cache: What it has to be over; None: its own.
+        kinds: Indexes that are served; by default all that are built.
 
     Raises:
         ValueError: Says what is wrong.
     """
     if store.index is None:
         return
-    if type(store.index) not in KINDS:
-        known = ", ".join(kind.name for kind in KINDS)
+    if type(store.index) not in kinds:
+        known = ", ".join(kind.name for kind in kinds)
         raise ValueError(f"there is no kernel for index={store.index.name}; use one of {known}")
     if store.cache is None or (cache is not None and store.cache.data_ptr() != cache.data_ptr()):
         raise ValueError("the index is not over the cache that is written")
@@ -163,6 +172,9 @@ def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
 
 def _build(entries: torch.Tensor, from_slots: bool, store: IndexRecords) -> None:
     index, cache, records = store.index, store.cache, elements(store)
+    if isinstance(index, OneBit):
+        build_bits(entries, from_slots, store)
+        return
     assert index is not None
     assert cache is not None
     _build_kernel[(len(entries), store.kv_heads)](

@@ -79,3 +79,38 @@ def pool_pages(
             less = tl.load(of_head, mask=entry < entries, other=_NOTHING) - norm
             mass += tl.exp2(less - base)
     return base + tl.log2(mass)
+
+
+@triton.jit
+def pool_highest(
+    scores,
+    stats,
+    token,
+    tokens,
+    programs,
+    score_stride,
+    kv_heads,
+    GROUP: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """The highest share that any query head of any KV head gives tokens, as a logarithm to base 2.
+
+    Args:
+        scores, stats: Scores of the first KV head of a row; see :class:`DevicePlan`.
+        token: int32 [n]; which tokens.
+        tokens: Tokens of the context.
+        programs: Parts of the stats.
+        score_stride: From a query head's scores to the next one's.
+        kv_heads: KV heads, one's scores after another's.
+
+    Returns:
+        float32 [n].
+    """
+    top = tl.full(token.shape, _NOTHING, tl.float32)
+    for head in tl.range(kv_heads):
+        of_pair = stats + head * (programs * 2 * GROUP)
+        for member in tl.range(GROUP):
+            norm = _norm(of_pair + member, programs, GROUP, _SUM, STATS)
+            of_head = scores + (head * GROUP + member) * score_stride + token
+            top = tl.maximum(top, tl.load(of_head, mask=token < tokens, other=_NOTHING) - norm)
+    return top

@@ -36,6 +36,13 @@ def find_highest(keys, count, low, high):
 
 
 @triton.jit
+def order_of(scores, candidate):
+    """Floats as whole numbers of the same order, int32; less than any for what is no candidate."""
+    bits = (tl.where(scores == scores, scores, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)
+
+
+@triton.jit
 def find_best(scores, candidate, count):
     """Find the candidates of the highest scores; of equal ones the earlier.
 
@@ -47,9 +54,7 @@ def find_best(scores, candidate, count):
     Returns:
         bool [n], and int32 [n]: the place of each that is found among those that are.
     """
-    # Floats as whole numbers of the same order.
-    bits = (tl.where(scores == scores, scores, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
-    keys = tl.where(candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)
+    keys = order_of(scores, candidate)
     count = tl.minimum(count, tl.sum(candidate.to(tl.int32), 0))
     highest = tl.max(keys, 0)
     lowest = tl.min(tl.where(candidate, keys, highest), 0)

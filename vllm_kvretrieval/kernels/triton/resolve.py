@@ -6,7 +6,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.triton.checks import check_list
+from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
 from vllm_kvretrieval.kernels.triton.ranking import find_highest
 from vllm_kvretrieval.kernels.types import Selection
 
@@ -42,11 +42,18 @@ def _resolve_kernel(
     sources,
     targets,
     recall_count,
+    key,
+    value,
+    slots,
+    key_stride,
+    value_stride,
     wanted_stride,
     table_stride,
     lists_stride,
     kv_heads,
     capacity,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -81,10 +88,21 @@ def _resolve_kernel(
     page = tl.load(held + slot, mask=mine, other=-1)
     held_before = tl.sum((page >= 0).to(tl.int32), 0)
     unused = now - tl.load(stamp + slot, mask=mine, other=0)
-    if not AHEAD:  # noqa: SIM102 - the one is known when compiling
+    if not AHEAD:
         if tl.load(fresh + row) != 0:
             page = tl.full([SLOTS], -1, tl.int32)
             tl.store(held + slot, page, mask=mine)
+        # The step's token, to the slot of its page.
+        last = tl.load(seq_lens + row) - 1
+        found = tl.max(tl.where(page == last // PAGE, slot, -1), 0)
+        if found >= 0:
+            dims = tl.arange(0, DIMS)
+            read = head * HEAD_SIZE + dims
+            at = slots + (found.to(tl.int64) * PAGE + last % PAGE) * (2 * HEAD_SIZE) + dims
+            k = tl.load(key + row.to(tl.int64) * key_stride + read, mask=dims < HEAD_SIZE)
+            tl.store(at, k, mask=dims < HEAD_SIZE)
+            v = tl.load(value + row.to(tl.int64) * value_stride + read, mask=dims < HEAD_SIZE)
+            tl.store(at + HEAD_SIZE, v, mask=dims < HEAD_SIZE)
     entry = tl.arange(0, WIDTH)
     in_list = entry < listed
     tl.store(slot_lists + entry, tl.full([WIDTH], -1, tl.int32), mask=in_list)
@@ -139,16 +157,18 @@ def _resolve_kernel(
 
 
 def resolve(
+    key: torch.Tensor,
+    value: torch.Tensor,
     plan: DevicePlan,
     rows: DeviceRows,
     residency: Residency,
     recalls: Recalls,
+    slots: torch.Tensor,
     slot_lists: torch.Tensor,
-    page_size: int,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
 
-    One program per (row, KV head). Bytes moved: some 16 per slot and entry of a list.
+    One program per (row, KV head).
 
     Raises:
         ValueError: A tensor's dtype or shape is not that of the signature, a list may be longer
@@ -157,7 +177,16 @@ def resolve(
     if not plan.positions:
         raise ValueError("the plan must list positions in contexts, not units")
     check_list("plan.lengths", plan.lengths, (len(plan.lengths),), torch.int32)
-    _launch(plan.lists, plan.lengths, None, rows, residency, recalls, slot_lists, page_size)
+    page_size, width = slots.shape[1:]
+    check_units("slots", slots, key.dtype)
+    check_heads("key", key, width // 2, key.dtype)
+    check_heads("value", value, width // 2, key.dtype)
+    if len(slots) != residency.held.numel():
+        raise ValueError(f"{len(slots)} slots, but {residency.held.numel()} that may hold a page")
+    written = key, value, slots
+    _launch(
+        plan.lists, plan.lengths, None, rows, residency, recalls, slot_lists, page_size, written
+    )
 
 
 def resolve_ahead(
@@ -180,7 +209,7 @@ def resolve_ahead(
         raise ValueError("the selection must be of equal counts")
     chosen = selection.chosen.flatten(0, 1)
     check_list("requests.table", requests.table, (len(requests.table), COLUMNS), torch.int32)
-    _launch(chosen, None, requests.table, rows, residency, recalls, slot_lists, page_size)
+    _launch(chosen, None, requests.table, rows, residency, recalls, slot_lists, page_size, None)
 
 
 def _launch(
@@ -192,8 +221,12 @@ def _launch(
     recalls: Recalls,
     slot_lists: torch.Tensor,
     page_size: int,
+    written: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Lists of what a step attends to have ``lengths``, those of a selection a ``table``."""
+    """Lists of what a step attends to have ``lengths``, and tokens that are written: keys, values
+    and slots. Those of a selection have a ``table``."""
+    key, value, slots = written or (None, None, None)
+    head_size = 1 if slots is None else slots.shape[2] // 2
     seats, kv_heads, capacity = residency.held.shape
     pairs, width = len(rows) * kv_heads, wanted.shape[1]
     for name, tensor in (("held", residency.held), ("stamp", residency.stamp)):
@@ -220,7 +253,7 @@ def _launch(
         )
     if pairs == 0:
         return
-    slots = triton.next_power_of_2(capacity)
+    of_program = triton.next_power_of_2(capacity)
     _resolve_kernel[(pairs,)](
         wanted,
         lengths,
@@ -238,16 +271,23 @@ def _launch(
         recalls.sources,
         recalls.targets,
         recalls.count,
+        key,
+        value,
+        slots,
+        0 if key is None else key.stride(0),
+        0 if value is None else value.stride(0),
         wanted.stride(0),
         rows.block_table.stride(0),
         slot_lists.stride(0),
         kv_heads,
         capacity,
+        HEAD_SIZE=head_size,
+        DIMS=triton.next_power_of_2(head_size),
         PAGE=page_size,
         WIDTH=triton.next_power_of_2(width),
-        SLOTS=slots,
+        SLOTS=of_program,
         ROUNDS=width.bit_length(),
         AHEAD=table is not None,
-        num_warps=min(max(slots // 128, 2), 8),
+        num_warps=min(max(of_program // 128, 2), 8),
         enable_fp_fusion=True,
     )

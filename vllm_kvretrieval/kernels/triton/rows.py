@@ -16,6 +16,17 @@ _LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
 
 
 @triton.jit
+def selecting(row, seats, seq_lens, choosers, table, NUMBER: tl.constexpr, PAGE: tl.constexpr):
+    """Whether a row selects by the method of a number; not if its context is within its budget."""
+    own = tl.load(choosers + row) == NUMBER
+    options = table + tl.load(seats + row) * _COLUMNS
+    select = tl.load(options + _SELECT, mask=own, other=0)
+    budget = tl.load(options + _SINK, mask=own, other=0)
+    budget += tl.load(options + _WINDOW, mask=own, other=0) + select
+    return own & (select > 0) & (tl.cdiv(tl.load(seq_lens + row), PAGE) > budget)
+
+
+@triton.jit(do_not_specialize=["least"])
 def _prepare_kernel(
     seats,
     prefilling,
@@ -26,6 +37,7 @@ def _prepare_kernel(
     choosers,
     fresh,
     dense_lens,
+    least,
     PAGE: tl.constexpr,
     FAR: tl.constexpr,
 ):
@@ -43,7 +55,7 @@ def _prepare_kernel(
     budget += tl.load(options + _SELECT, mask=active, other=0)
     listed = active
     if not FAR:
-        listed = listed & (tl.cdiv(length, PAGE) > budget)
+        listed = listed & (tl.cdiv(length, PAGE) > budget) & (length >= least)
     chooser = tl.load(options + _CHOOSER, mask=listed, other=-1)
     last = tl.load(options + _LAST_LEN, mask=listed, other=0)
     tl.store(choosers + row, chooser)
@@ -54,7 +66,12 @@ def _prepare_kernel(
 
 
 def prepare_rows(
-    rows: DeviceRows, requests: DeviceRequests, page_size: int, *, far: bool = False
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    page_size: int,
+    *,
+    least: int = 0,
+    far: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.prepare_rows`.
 
@@ -77,6 +94,7 @@ def prepare_rows(
         rows.choosers,
         rows.fresh,
         rows.dense_lens,
+        least,
         PAGE=page_size,
         FAR=far,
         num_warps=1,

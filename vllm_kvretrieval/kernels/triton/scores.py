@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests, DeviceRows, ScoreRoom
+from vllm_kvretrieval.kernels.triton.correction import is_corrected
 from vllm_kvretrieval.kernels.triton.index import (
     BOUNDING,
     EXACT,
@@ -67,15 +68,22 @@ def _score_kernel(
     seats,
     seq_lens,
     choosers,
+    fresh,
     table,
+    previous,
+    corrected,
+    shares,
     scores,
     stats,
     scale_log2,  # softmax scale for exponentials to base 2
     query_stride,
     table_stride,
     score_stride,
+    shares_stride,
     kv_heads,
+    COUNTED: tl.constexpr,  # whether each KV head selects as many as its share says
     NUMBER: tl.constexpr,
+    AHEAD: tl.constexpr,
     KIND: tl.constexpr,
     RECORD: tl.constexpr,  # elements
     GROWS: tl.constexpr,
@@ -84,7 +92,8 @@ def _score_kernel(
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
-    DIMS: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of a query, rounded up to a power of two
+    DIMS: tl.constexpr,  # of a product
     MEMBERS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,20 +105,40 @@ def _score_kernel(
     head = pair % kv_heads
     if tl.load(choosers + row) != NUMBER:
         return
-    options = table + tl.load(seats + row) * _COLUMNS
+    seat = tl.load(seats + row).to(tl.int64)
+    options = table + seat * _COLUMNS
     select = tl.load(options + _SELECT)
     length = tl.load(seq_lens + row)
     budget = tl.load(options + _SINK) + tl.load(options + _WINDOW) + select
     if (select == 0) | (tl.cdiv(length, PAGE) <= budget):
         return
+    of_head = head * (GROUP * HEAD_SIZE)
+    before = previous + seat * (kv_heads * GROUP * HEAD_SIZE) + of_head
+    asked = before
+    if AHEAD:
+        if tl.load(corrected + seat * kv_heads + head) != 0:
+            return
+    else:
+        asked = query + row.to(tl.int64) * query_stride + of_head
+        selects = is_corrected(
+            asked, before, options, tl.load(fresh + row), length, budget,
+            GROUP, HEAD_SIZE, PAGE, MEMBERS, CHANNELS,
+        )  # fmt: skip
+        selects = selects.to(tl.int32)
+        if COUNTED:  # all that lies between sink and window, of which there is more each time
+            between = tl.cdiv(length, PAGE) - (budget - select)
+            selects += 2 * (tl.load(shares + seat * shares_stride + head) >= between).to(tl.int32)
+        if program == 0:
+            tl.store(corrected + seat * kv_heads + head, selects)
+        if selects == 0:
+            return
     PARTS: tl.constexpr = PAGE // ENTRY
     entries = length // ENTRY
     if GROWS:
         entries = tl.cdiv(length, ENTRY)
     members = tl.arange(0, MEMBERS)
     in_group = members < GROUP
-    of_query = query + row.to(tl.int64) * query_stride
-    of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE
+    of_query = asked + members[:, None] * HEAD_SIZE
     if KIND == LOW_RANK:
         HALF: tl.constexpr = HEAD_SIZE // 2
         halves = tl.arange(0, DIMS // 2)
@@ -181,13 +210,21 @@ def score_entries(
     requests: DeviceRequests,
     number: int,
     chooser: Chooser,
-    plan: DevicePlan,
+    room: ScoreRoom,
     *,
+    ahead: bool,
     stages: int = 3,
 ) -> None:
-    """Score the entries of the rows that have this chooser, and find what the scores add up to.
+    """Score the entries for KV heads that select, and find what the scores add up to.
 
-    The last dimension but one of ``plan.stats`` is the number of programs per (row, KV head).
+    The last dimension but one of ``room.stats`` is the number of programs per (row, KV head).
+
+    Args:
+        query, rows, requests, chooser: See ``DeviceOps.plan_decode``.
+        number: The number of the chooser.
+        room: Written.
+        ahead: Whether it is for ``select_ahead``: the queries are those of seats then. Otherwise
+            ``corrected`` of the selection is written: the heads that ``plan_decode`` selects for.
     """
     store, index = chooser.store, chooser.store.index
     assert index is not None
@@ -197,7 +234,8 @@ def score_entries(
     records, tile = elements(store), LOW_RANK_TILE if rank else TILE
     if isinstance(index, Exact):
         tile = max(TILE // store.entry_tokens, 1)
-    programs, _, group = plan.stats.shape[1:]
+    programs, _, group = room.stats.shape[1:]
+    selection, channels = chooser.selection, triton.next_power_of_2(store.head_size)
     _score_kernel[(len(rows) * store.kv_heads, programs)](
         query,
         records,
@@ -205,15 +243,22 @@ def score_entries(
         rows.seats,
         rows.seq_lens,
         rows.choosers,
+        rows.fresh,
         requests.table,
-        plan.scores,
-        plan.stats,
+        selection.query,
+        selection.corrected,
+        selection.corrected if selection.counts is None else selection.counts,
+        room.scores,
+        room.stats,
         chooser.scale * LOG2_E,
         query.stride(0),
         rows.block_table.stride(0),
-        plan.scores.stride(1),
+        room.scores.stride(1),
+        0 if selection.counts is None else selection.counts.stride(0),
         store.kv_heads,
+        COUNTED=selection.counts is not None,
         NUMBER=number,
+        AHEAD=ahead,
         KIND=KINDS[type(index)],
         RECORD=store.records.shape[2] // records.element_size(),
         GROWS=index.grows,
@@ -222,7 +267,8 @@ def score_entries(
         HEAD_SIZE=store.head_size,
         PAGE=store.page_size,
         ENTRY=store.entry_tokens,
-        DIMS=max(triton.next_power_of_2(store.head_size), LEAST_DIMS * (2 if rank else 1)),
+        CHANNELS=channels,
+        DIMS=max(channels, LEAST_DIMS * (2 if rank else 1)),
         MEMBERS=MEMBERS,
         TILE=tile,
         STAGES=2 if rank or isinstance(index, Exact) else stages,

@@ -6,14 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import (
+    COLUMNS,
+    Column,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
 from vllm_kvretrieval.kernels.triton.checks import (
+    check_counts,
     check_heads,
     check_list,
     check_requests,
     check_rows,
 )
-from vllm_kvretrieval.kernels.triton.index import check_store
+from vllm_kvretrieval.kernels.triton.index import KINDS, check_store
+from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.scores import MEMBERS, score_entries
@@ -33,7 +42,18 @@ _COLUMNS = tl.constexpr(COLUMNS)
 _SINK = tl.constexpr(int(Column.SINK))
 _WINDOW = tl.constexpr(int(Column.WINDOW))
 _SELECT = tl.constexpr(int(Column.SELECT))
-_THRESHOLD = tl.constexpr(int(Column.THRESHOLD))
+
+
+@triton.jit
+def _list_selected(
+    held, block_table, to, select, kv_heads, head, POSITIONS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """List the pages of a selection, which come after the sink."""
+    place = tl.arange(0, WIDTH)
+    unit = tl.load(held + place, mask=place < select, other=0)
+    if not POSITIONS:
+        unit = tl.load(block_table + unit, mask=place < select, other=0) * kv_heads + head
+    tl.store(to + place, unit, mask=place < select)
 
 
 @triton.jit
@@ -45,11 +65,12 @@ def _select_kernel(
     seats,
     seq_lens,
     choosers,
-    fresh,
     table,
-    corrected,
+    counts,
     previous,
     chosen,
+    corrected,
+    shares,
     lists,
     lengths,
     query_stride,
@@ -57,9 +78,13 @@ def _select_kernel(
     score_stride,
     list_stride,
     chosen_stride,
+    shares_stride,
     kv_heads,
     programs,
+    COUNTED: tl.constexpr,  # whether each KV head selects as many as its share says
     NUMBER: tl.constexpr,
+    FIRST: tl.constexpr,  # of the launches that make lists
+    AHEAD: tl.constexpr,
     GROWS: tl.constexpr,
     POOLING: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -77,53 +102,69 @@ def _select_kernel(
     pair = tl.program_id(0)
     row = pair // kv_heads
     head = pair % kv_heads
-    if tl.load(choosers + row) != NUMBER:
-        if NUMBER == 0:
+    chooser = tl.load(choosers + row)
+    if chooser < 0:
+        if FIRST:
             tl.store(lengths + pair, -1)
         return
     seat = tl.load(seats + row).to(tl.int64)
     options = table + seat * _COLUMNS
+    select = tl.load(options + _SELECT)
+    mine = chooser == NUMBER
+    if FIRST:  # also of what selects nothing, whoever's it is
+        mine = mine | (select == 0)
+    elif not AHEAD:
+        mine = mine & (select != 0)
+    if mine == 0:
+        return
     length = tl.load(seq_lens + row)
     pages = tl.cdiv(length, PAGE)
     sink = tl.load(options + _SINK)
-    select = tl.load(options + _SELECT)
     budget = sink + tl.load(options + _WINDOW) + select
     whole = pages <= budget
+    if COUNTED:
+        between = pages - (budget - select)
+        share = tl.minimum(tl.load(shares + seat * shares_stride + head), between)
+        unlimited = (select == 0) & (share > 0)  # by no selection
+        share = tl.where((select > 0) & ~whole, share, select)
+        budget = tl.where(unlimited, pages, budget + share - select)
+        select = share
+        whole = whole | unlimited
     listed = tl.minimum(pages, budget)
-    tl.store(lengths + pair, (listed - 1) * PAGE + (length - 1) % PAGE + 1)
-    place = tl.arange(0, WIDTH)
-    # Sink, selection and window; a context within its budget is all sink.
+    # Sink, selection and window; what is attended to as a whole is all sink.
     sink = tl.where(whole, pages, sink)
     select = tl.where(whole, 0, select)
     window = listed - sink - select
-    fixed = (place < sink) | ((place >= sink + select) & (place < listed))
-    position = tl.where(place < sink, place, pages - listed + place)
+    place = tl.arange(0, WIDTH)
     of_row = block_table + row.to(tl.int64) * table_stride
-    to = lists + pair.to(tl.int64) * list_stride + place
-    unit = position
-    if not POSITIONS:
-        unit = tl.load(of_row + position, mask=fixed, other=0) * kv_heads + head
-    tl.store(to, unit, mask=fixed)
+    to = lists + pair.to(tl.int64) * list_stride
+    if not AHEAD:
+        tl.store(lengths + pair, (listed - 1) * PAGE + (length - 1) % PAGE + 1)
+        fixed = (place < sink) | ((place >= sink + select) & (place < listed))
+        position = tl.where(place < sink, place, pages - listed + place)
+        unit = position
+        if not POSITIONS:
+            unit = tl.load(of_row + position, mask=fixed, other=0) * kv_heads + head
+        tl.store(to + place, unit, mask=fixed)
     if select == 0:
         return
 
-    members = tl.arange(0, MEMBERS)
-    dims = tl.arange(0, DIMS)
-    mask = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
-    offsets = (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
-    now = tl.load(query + row.to(tl.int64) * query_stride + offsets, mask=mask, other=0.0)
-    of_seat = previous + seat * (kv_heads * GROUP * HEAD_SIZE) + offsets
-    before = tl.load(of_seat, mask=mask, other=0.0).to(tl.float32)
-    wide = now.to(tl.float32)
-    # As torch.cosine_similarity bounds the norms, each for itself.
-    norms = tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-8)
-    norms *= tl.maximum(tl.sqrt(tl.sum(before * before, 1)), 1e-8)
-    cosine = tl.sum(tl.where(members < GROUP, tl.sum(wide * before, 1) / norms, 0.0), 0) / GROUP
-    threshold = tl.load(options + _THRESHOLD).to(tl.float32, bitcast=True)
-    was_whole = tl.cdiv(length - 1, PAGE) <= budget
-    turned = (tl.load(fresh + row) != 0) | was_whole | (threshold >= 1)
-    turned = turned | ((threshold > -1) & (cosine < threshold))
-    tl.store(of_seat, now, mask=mask)
+    of_head = seat * kv_heads + head
+    held = chosen + of_head * chosen_stride
+    before_attention = tl.load(corrected + of_head)
+    if AHEAD:
+        if before_attention != 0:
+            return
+    else:
+        members = tl.arange(0, MEMBERS)
+        dims = tl.arange(0, DIMS)
+        mask = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+        offsets = (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
+        now = tl.load(query + row.to(tl.int64) * query_stride + offsets, mask=mask, other=0.0)
+        tl.store(previous + seat * (kv_heads * GROUP * HEAD_SIZE) + offsets, now, mask=mask)
+        if before_attention == 0:
+            _list_selected(held, of_row, to + sink, select, kv_heads, head, POSITIONS, WIDTH)
+            return
 
     PARTS: tl.constexpr = PAGE // ENTRY
     entries = length // ENTRY
@@ -131,9 +172,6 @@ def _select_kernel(
         entries = tl.cdiv(length, ENTRY)
     scores += pair.to(tl.int64) * (GROUP * score_stride)
     stats += pair.to(tl.int64) * (programs * 2 * GROUP)
-    held = chosen + (seat * kv_heads + head) * chosen_stride
-    in_selection = place < select
-    old = tl.load(held + place, mask=in_selection, other=0)
     end = pages - window
     tiles = 1
     if TILES > 1:
@@ -163,12 +201,10 @@ def _select_kernel(
         best, rank = find_best(pooled, found, select)
         tl.store(held + rank, page, mask=best)
         tl.debug_barrier()
-    new = tl.load(held + place, mask=in_selection, other=0)
-    unit = tl.where(turned, new, old)
-    if not POSITIONS:
-        unit = tl.load(of_row + unit, mask=in_selection, other=0) * kv_heads + head
-    tl.store(to + sink, unit, mask=in_selection)
-    tl.atomic_add(corrected + seat, turned.to(tl.int64), sem="relaxed")  # nobody waits for it
+    if not AHEAD:
+        _list_selected(held, of_row, to + sink, select, kv_heads, head, POSITIONS, WIDTH)
+        anew = (before_attention & 1).to(tl.int64)
+        tl.atomic_add(counts + seat, anew, sem="relaxed")  # nobody waits for it
 
 
 def plan_decode(
@@ -182,70 +218,122 @@ def plan_decode(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.plan_decode`.
 
-    Two launches per chooser, one where it has no index. Besides what the signature counts, four
-    bytes per entry and query head are written, and read twice. Long contexts are ranked in tiles of
-    ``tile_pages`` pages, a power of two, and then the best of each.
+    Two launches per chooser with an index; those without one have none of their own. Besides what
+    the signature counts, four bytes per entry and query head are written, and read twice. Long
+    contexts are ranked in tiles of ``tile_pages`` pages, a power of two, and then the best of each.
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
             no kernel for an index.
     """
-    selection, indexes = choosers[0].selection, [chooser.store for chooser in choosers]
     _check(query, rows, requests, choosers, plan)
+    pairs = len(rows) * choosers[0].store.kv_heads
+    _check_lists(pairs, torch.int32, lists=plan.lists, lengths=plan.lengths)
     if len(rows) == 0:
         return
-    kv_heads, head_size = indexes[0].kv_heads, indexes[0].head_size
-    pairs, programs = len(rows) * kv_heads, plan.stats.shape[1]
-    width = max(triton.next_power_of_2(plan.lists.shape[1]), 16)
-    for number, chooser in enumerate(choosers):
-        store = chooser.store
-        if store.index is not None:
-            score_entries(query, rows, requests, number, chooser, plan)
-        parts = store.parts if store.index is not None else 1
-        pages = min(rows.block_table.shape[1], plan.scores.shape[2] // parts)
-        most = max(triton.next_power_of_2(pages), 16)
-        tile = min(most, max(tile_pages, 4 * width))
-        warps = min(max(tile // PAGES_PER_WARP, 4), 32)
-        _select_kernel[(pairs,)](
-            query,
-            plan.scores,
-            plan.stats,
-            rows.block_table,
-            rows.seats,
-            rows.seq_lens,
-            rows.choosers,
-            rows.fresh,
-            requests.table,
-            requests.corrected,
-            selection.query,
-            selection.chosen,
-            plan.lists,
-            plan.lengths,
-            query.stride(0),
-            rows.block_table.stride(0),
-            plan.scores.stride(1),
-            plan.lists.stride(0),
-            selection.chosen.stride(1),
-            kv_heads,
-            programs,
-            NUMBER=number,
-            GROWS=store.index is not None and store.index.grows,
-            POOLING=int(chooser.pooling),
-            POSITIONS=plan.positions,
-            GROUP=chooser.group,
-            HEAD_SIZE=head_size,
-            DIMS=triton.next_power_of_2(head_size),
-            MEMBERS=MEMBERS,
-            PAGE=store.page_size,
-            ENTRY=store.page_size // parts,
-            PAGES=tile,
-            TILES=most // tile,
-            WIDTH=width,
-            STATS=triton.next_power_of_2(programs),
-            num_warps=warps,
-            maxnreg=min(REGISTERS // (2 * 32 * warps), 255),  # for two programs or more
-            enable_fp_fusion=True,
-        )
+    numbers = [n for n, chooser in enumerate(choosers) if chooser.store.index is not None]
+    for number in numbers or [0]:
+        chooser = choosers[number]
+        if chooser.store.index is not None:
+            score_entries(query, rows, requests, number, chooser, plan, ahead=False)
+        first = number == (numbers or [0])[0]
+        _launch(query, rows, requests, number, chooser, plan, plan, tile_pages, first)
+        if chooser.mass:
+            cut_lists(rows, requests, number, chooser, plan)
+
+
+def select_ahead(
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    chooser: Chooser,
+    room: ScoreRoom,
+    *,
+    tile_pages: int = TILE_PAGES,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.select_ahead`.
+
+    The launches of :func:`plan_decode`, for the other KV heads.
+
+    Raises:
+        ValueError: As :func:`plan_decode`.
+    """
+    query = chooser.selection.query
+    _check(query, rows, requests, [chooser], room)
+    if chooser.store.index is None:
+        raise ValueError("a chooser without an index selects nothing")
+    if len(rows) == 0:
+        return
+    score_entries(query, rows, requests, number, chooser, room, ahead=True)
+    _launch(query, rows, requests, number, chooser, room, None, tile_pages, False)
+
+
+def _launch(
+    query: torch.Tensor,
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    number: int,
+    chooser: Chooser,
+    room: ScoreRoom,
+    plan: DevicePlan | None,
+    tile_pages: int,
+    first: bool,
+) -> None:
+    """Select by scores; without a plan, ahead. The first launch lists also what is not selected."""
+    store, selection = chooser.store, chooser.selection
+    parts = store.parts if store.index is not None else 1
+    pages = min(rows.block_table.shape[1], room.scores.shape[2] // parts)
+    most = max(triton.next_power_of_2(pages), 16)
+    lists = selection.chosen.flatten(0, 1) if plan is None else plan.lists
+    width = max(triton.next_power_of_2(lists.shape[1]), 16)
+    tile = min(most, max(tile_pages, 4 * width))
+    warps = min(max(tile // PAGES_PER_WARP, 4), 32)
+    programs = room.stats.shape[1]
+    _select_kernel[(len(rows) * store.kv_heads,)](
+        query,
+        room.scores,
+        room.stats,
+        rows.block_table,
+        rows.seats,
+        rows.seq_lens,
+        rows.choosers,
+        requests.table,
+        requests.corrected,
+        selection.query,
+        selection.chosen,
+        selection.corrected,
+        selection.corrected if selection.counts is None else selection.counts,
+        lists,
+        rows.choosers if plan is None else plan.lengths,
+        query.stride(0),
+        rows.block_table.stride(0),
+        room.scores.stride(1),
+        lists.stride(0),
+        selection.chosen.stride(1),
+        0 if selection.counts is None else selection.counts.stride(0),
+        store.kv_heads,
+        programs,
+        COUNTED=selection.counts is not None,
+        NUMBER=number,
+        FIRST=first,
+        AHEAD=plan is None,
+        GROWS=store.index is not None and store.index.grows,
+        POOLING=int(chooser.pooling),
+        POSITIONS=plan is None or plan.positions,
+        GROUP=chooser.group,
+        HEAD_SIZE=store.head_size,
+        DIMS=triton.next_power_of_2(store.head_size),
+        MEMBERS=MEMBERS,
+        PAGE=store.page_size,
+        ENTRY=store.page_size // parts,
+        PAGES=tile,
+        TILES=most // tile,
+        WIDTH=width,
+        STATS=triton.next_power_of_2(programs),
+        num_warps=warps,
+        maxnreg=min(REGISTERS // (2 * 32 * warps), 255),  # for two programs or more
+        enable_fp_fusion=True,
+    )
 
 
 def _check(
@@ -253,7 +341,7 @@ def _check(
     rows: DeviceRows,
     requests: DeviceRequests,
     choosers: Sequence[Chooser],
-    plan: DevicePlan,
+    room: ScoreRoom,
 ) -> None:
     check_rows(rows)
     check_requests(requests)
@@ -262,14 +350,16 @@ def _check(
     kv_heads, group = store.kv_heads, choosers[0].group
     check_heads("query", query, head_size, store.dtype)
     check_list("selection.query", selection.query, (seats, heads, head_size), store.dtype)
-    if seats != len(requests.table) or selection.counts is not None:
-        raise ValueError("the selection must be of the requests' seats, and of equal counts")
+    if seats != len(requests.table) or selection.corrected is None:
+        raise ValueError("the selection must be of the requests' seats, and of a device")
+    if selection.counts is not None:
+        check_counts(selection.counts, (seats, kv_heads))
     shape = seats, kv_heads, selection.chosen.shape[2]
     check_list("selection.chosen", selection.chosen, shape, torch.int32)
-    pairs = len(rows) * kv_heads
+    check_list("selection.corrected", selection.corrected, shape[:2], torch.int32)
     for chooser in choosers:
         own = chooser.store
-        check_store(own)
+        check_store(own, kinds=KINDS)
         if chooser.selection is not selection or (own.kv_heads, own.page_size) != (
             kv_heads,
             store.page_size,
@@ -281,16 +371,16 @@ def _check(
             raise ValueError("there is no kernel for outliers, a remainder or max_softmax")
     if not 1 <= group <= MEMBERS:
         raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
-    for name, tensor, kind in (
-        ("scores", plan.scores, torch.float32),
-        ("stats", plan.stats, torch.float32),
-        ("lists", plan.lists, torch.int32),
-        ("lengths", plan.lengths, torch.int32),
-    ):
+    pairs = len(rows) * kv_heads
+    _check_lists(pairs, torch.float32, scores=room.scores, stats=room.stats)
+    if room.scores.shape[1] != group or room.stats.shape[2:] != (2, group):
+        raise ValueError(f"the plan is not for groups of {group} query heads")
+    if room.scores.shape[2] > MOST_PAGES * max(own.store.parts for own in choosers):
+        raise ValueError(f"contexts of more than {MOST_PAGES} pages are not supported")
+
+
+def _check_lists(pairs: int, kind: torch.dtype, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
         check_list(f"plan.{name}", tensor, tuple(tensor.shape), kind)
         if len(tensor) < pairs:
             raise ValueError(f"plan.{name} has room for {len(tensor)} of {pairs} lists")
-    if plan.scores.shape[1] != group or plan.stats.shape[2:] != (2, group):
-        raise ValueError(f"the plan is not for groups of {group} query heads")
-    if plan.scores.shape[2] > MOST_PAGES * max(own.store.parts for own in choosers):
-        raise ValueError(f"contexts of more than {MOST_PAGES} pages are not supported")

@@ -61,7 +61,8 @@ class FilterMethod(Method):
     @property
     def needs(self) -> frozenset[Need]:
         """See :attr:`Method.needs`."""
-        return super().needs | {Need.LAYERS_SHARE, Need.READS, Need.LAYER_NUMBERS}
+        several = {Need.LATEST_QUERIES} if len(OBSERVATIONS[self.observation]) > 1 else set()
+        return super().needs | several | {Need.LAYERS_SHARE, Need.READS, Need.LAYER_NUMBERS}
 
     def roles(self, filters: Any, model: Any, layers: Collection[int]) -> dict[int, Role]:
         """See :meth:`Method.roles`."""

@@ -168,6 +168,8 @@ class ScoredMethod(Method):
             Need.KEYS: self.rerank > 0 or self.index.reads_keys,
             Need.READS: self.rerank > 0 or self.index.reads_keys or not self.index.grows,
             Need.UNEVEN_TOKENS: uneven,
+            Need.TOKEN_MASS: self.per_token and self.mass < 1,
+            Need.STALE_TOKENS: self.per_token and self.speculates,
             Need.REMAINDER: self.remainder > 0,
             Need.RERANK: self.rerank > 0,
             Need.OUTLIERS: self.outliers > 0,
