@@ -405,7 +405,7 @@ class SchedulerStore:
         with self._kept_fault.noted():
             if (key := read_names(self._store.folder).get(name)) is None:
                 return
-            records = {number: self._stored[number] for number in self._pinned}
+            records = {n: self._stored[n] for n in self._pinned if n in self._stored}
             blocks, _ = pinned({key}, records, self._groups)
             for number in blocks:
                 if number in self._unchecked:
