@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # GPU's, and what docs/surprises.md says. With 0.33 vLLM's own log-probs of prompts fail where there
 # are adapters (device_lora).
 NEXT ?= $(foreach name,vllm_names vllm_contract upstream plugin refusals remedies finer doctor scheduler runners \
-	batching kv_connectors store_engine serving_store cuda_platform,$(wildcard tests/*/test_$(name).py)) \
+	batching kv_connectors kv_hints store_engine store_sessions serving_store cuda_platform,$(wildcard tests/*/test_$(name).py)) \
 	$(filter-out %_lora.py,$(wildcard tests/device/test_device_*.py)) $(wildcard tests/surprises/test_*.py)
 # Files of tests that want all cores: to collect those of all files takes a while.
 WITH_CORES = $(shell grep -l 'mark\.cores' tests/*/test_*.py)

@@ -25,7 +25,9 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1] / "requirements"
 LOCKS = ("runtime", "build", "dev", "interpreter")  # each may rely on those before it
 # Of environments of their own.
-ALONE = ("cuda-0.32", "cuda-0.33", "wheels", "docs", "workflows", "notebook", "peers")
+ALONE = ("cuda-0.32", "cuda-0.33", "wheels", "docs", "workflows", "notebook", "peers", "load")
+# Those of them that find what runtime.txt pins beside them, and only bring what that lacks.
+BESIDE = {"load"}
 # Left out where others ask for them. The first three break `import transformers` on a CPU machine,
 # since the index has builds for CUDA alone; docs/installation.md says for which models torchvision
 # is needed, and where its CPU build is. Of Triton only the GPU's kernels make use.
@@ -37,6 +39,11 @@ def read_roots(path: Path) -> list[str]:
     """The requirement lines of a .in file, without comments."""
     lines = (re.sub(r"#.*", "", line).strip() for line in path.read_text().splitlines())
     return [line for line in lines if line]
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """The versions of a lock file, by name."""
+    return dict(line.split("==") for line in read_roots(path))
 
 
 def closure(roots: list[str]) -> dict[str, str]:
@@ -71,13 +78,39 @@ def closure(roots: list[str]) -> dict[str, str]:
     return pinned
 
 
-def resolve(roots: list[str]) -> dict[str, str]:
-    """Map every distribution that pip would install for `roots` to its version."""
+def resolve(roots: list[str], there: dict[str, str]) -> dict[str, str]:
+    """Map every distribution that pip would install for `roots` to its version.
+
+    Args:
+        roots: Requirements.
+        there: Versions by name; what accepts them needs no other, nor what those need.
+    """
     options = "--dry-run --ignore-installed --only-binary=:all: --quiet --report -".split()
     command = [sys.executable, "-m", "pip", "install", *options, *roots]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = (item["metadata"] for item in json.loads(report)["install"])
-    return {canonicalize_name(item["name"]): item["version"] for item in found}
+    items = (item["metadata"] for item in json.loads(report)["install"])
+    found = {canonicalize_name(item["name"]): item for item in items}
+    if not there:
+        return {name: item["version"] for name, item in found.items()}
+    pinned: dict[str, str] = {}
+    todo = [Requirement(root) for root in roots]
+    while todo:
+        asked = todo.pop()
+        name = canonicalize_name(asked.name)
+        suits = name in there and asked.specifier.contains(there[name], prereleases=True)
+        if name in pinned:
+            continue
+        if not suits:
+            pinned[name] = found[name]["version"]
+        for needed in map(Requirement, found[name].get("requires_dist", ())):
+            plain = needed.marker is None or needed.marker.evaluate({"extra": ""})
+            by_extra = not plain and any(
+                needed.marker is not None and needed.marker.evaluate({"extra": extra})
+                for extra in asked.extras
+            )
+            if by_extra or (plain and not suits):
+                todo.append(needed)
+    return pinned
 
 
 def write(lock: str, pinned: dict[str, str], earlier: set[str]) -> None:
@@ -94,7 +127,8 @@ def main() -> None:
         for name in names:
             if name not in ALONE:
                 sys.exit(f"{name} is none of {', '.join(ALONE)}")
-            write(name, resolve(read_roots(ROOT / f"{name}.in")), set())
+            there = read_pins(ROOT / "runtime.txt") if name in BESIDE else {}
+            write(name, resolve(read_roots(ROOT / f"{name}.in"), there), set())
         return
     earlier: set[str] = set()
     for lock in LOCKS:

@@ -5,41 +5,22 @@ All of it lies under ``build/peers``, in folders that are named after what is in
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from benchmarks.engines import EngineError
+from benchmarks.environments import interpreter, run
 
 FOLDER = ROOT / "build" / "peers"
 LOCK = ROOT / "requirements" / "peers.txt"
 
 
 def python() -> Path:
-    """The interpreter of the environment, which is made where it is not there.
-
-    ``PIP_FLAGS`` are pip's, as for `make`.
-
-    Raises:
-        EngineError: pip has failed; its message is above.
-    """
-    made = FOLDER / f"env-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
-    interpreter, stamp = made / "bin" / "python", made / ".installed"
-    if not stamp.exists():
-        print(f"installing {LOCK.name} in {made}", flush=True)
-        _run([sys.executable, "-m", "venv", "--clear", str(made)], "the environment cannot be made")
-        flags = shlex.split(os.environ.get("PIP_FLAGS", ""))
-        command = [str(interpreter), "-m", "pip", "install", "--quiet", "--no-deps", *flags]
-        _run([*command, "-r", str(LOCK)], "pip has failed")
-        stamp.touch()
-    return interpreter
+    """The interpreter of the environment; see :func:`benchmarks.environments.interpreter`."""
+    return interpreter(LOCK)
 
 
 def gguf(checkpoint: Path, kind: str) -> Path:
@@ -47,7 +28,7 @@ def gguf(checkpoint: Path, kind: str) -> Path:
 
     def convert(target: Path) -> None:
         command = [str(python()), "-m", "benchmarks.peers.gguf_model"]
-        _run([*command, str(checkpoint), str(target), kind], "the conversion to GGUF has failed")
+        run([*command, str(checkpoint), str(target), kind], "the conversion to GGUF has failed")
 
     return _made(FOLDER / "models" / f"{checkpoint.name}-{kind}.gguf", convert)
 
@@ -59,12 +40,12 @@ def onnx(checkpoint: Path) -> Path:
     """
 
     def convert(target: Path) -> None:
-        interpreter = python()
-        found = _run([sys.executable, "-c", _PURELIB], "Python has failed").strip()
+        own = python()
+        found = run([sys.executable, "-c", _PURELIB], "Python has failed").strip()
         program = f"import runpy, site; site.addsitedir({found!r}); {_BUILDER}"
-        command = [str(interpreter), "-c", program, "-m", str(checkpoint), "-o", str(target)]
+        command = [str(own), "-c", program, "-m", str(checkpoint), "-o", str(target)]
         command += ["-p", "int4", "-e", "cpu", "--extra_options", "accuracy_level=4"]
-        _run(command, "the conversion to ONNX has failed")
+        run(command, "the conversion to ONNX has failed")
 
     return _made(FOLDER / "models" / f"{checkpoint.name}-int4", convert)
 
@@ -83,11 +64,3 @@ def _made(target: Path, convert: Callable[[Path], None]) -> Path:
             convert(partial)
             shutil.move(partial, target)
     return target
-
-
-def _run(command: list[str], complaint: str) -> str:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise EngineError(f"{complaint}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout

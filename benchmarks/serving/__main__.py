@@ -15,7 +15,7 @@ COMMANDS = {
     "load": "a server under load: first token and further ones, by requests at once",
     "disk": "decode steps with the KV cache on disk",
     "capacity": "tokens of context that fit into the same memory, with the KV cache on disk",
-    "soak": "memory of a worker over thousands of steps",
+    "soak": "memory and answers of a server over hours, with clients that come and go",
     "store": "time to the first token after a restart, with a store of KV caches",
     "peers": "other engines on this machine: times, memory, a pass key",
     "observation": "time for watching a prompt, by methods that drop tokens",

@@ -1,34 +1,31 @@
-"""A server under load: requests about long documents, some at once, by vLLM's load generator.
+"""A server under load: requests about long documents, some at once, by two load generators.
 
     python -m benchmarks.serving load --lanes stock full kvretrieval freekv kvretrieval@disk
+    python -m benchmarks.serving load --generators vllm guidellm
 
-One `vllm serve` for each lane; all but the one that is measured are frozen. The generator of
-`vllm bench serve` sends requests to `/v1/completions`, so many at once as the cell says; each
-answer has `--tokens` tokens. *Shared* requests ask about one document, which the server has read;
-*new* ones have a document each. Times are those that a client sees: the first token's, and per
-request the mean time of the tokens behind it (vLLM's TPOT, which leaves the first one out).
+One `vllm serve` for each lane; all but the one that is measured are frozen. A generator sends
+requests to `/v1/completions`, so many at once as the cell says; each answer has `--tokens` tokens.
+*Shared* requests ask about one document, which the server has read; *new* ones have a document
+each. `generators.py` says which generators there are, and what their figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import math
+import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
-from vllm.benchmarks.datasets import SampleRequest
-from vllm.benchmarks.serve import TaskType, benchmark
 
 from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
 from benchmarks.common import Stopwatch, result_header, settings, write_json
 from benchmarks.models import Documents, kv_bytes_per_token
+from benchmarks.serving.generators import GENERATORS
 from vllm_kvretrieval.chat.server import Server
 from vllm_kvretrieval.upstream.defaults import all_cores
 
@@ -36,8 +33,6 @@ STOCK = "stock"
 SHARED, NEW = "shared", "new"
 QUESTION = 64
 """Tokens of a shared request behind its document."""
-PERCENTILES = (50.0, 90.0, 99.0)
-MEASURED = {"first_token_ms": "ttft", "token_ms": "tpot", "answer_ms": "e2el"}
 LOW_MEMORY = 2**29
 """Bytes of fast memory of a lane whose cache is on disk."""
 
@@ -96,9 +91,8 @@ class Sleeper(Server):
         super().__exit__(*error)
 
     def _signal(self, sign: signal.Signals) -> None:
-        assert self._process is not None, "it has been started"
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, sign)
+            os.killpg(self.pid, sign)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2_32K)
     lanes = [STOCK, "full", "kvretrieval", "freekv", "kvretrieval@disk"]
     parser.add_argument("--lanes", nargs="+", default=lanes, help="servers, such as quest@disk")
+    known = list(GENERATORS)
+    parser.add_argument("--generators", nargs="+", choices=known, default=known[:1], help="of load")
     parser.add_argument("--context", type=int, default=8192, help="tokens of a request in all")
     parser.add_argument("--budget", type=int, default=1024, help="of the methods that have one")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -134,15 +130,16 @@ def run(args: argparse.Namespace) -> int:
             for server in servers.values():
                 if kind == SHARED:
                     with server.awake():
-                        measure(server.url, args.model, made[:1], 1, 1)
-            for count in counts:
-                taken = args.repeats * count
+                        GENERATORS["vllm"](server.url, args.model, made[:1], 1, 1)
+            for count, generator in itertools.product(counts, args.generators):
+                measure, taken = GENERATORS[generator], args.repeats * count
                 if kind == NEW:
                     made = requests(documents, kind, args)
                 for name, server in servers.items():
                     with server.awake():
                         figures = measure(server.url, args.model, made[:taken], count, args.tokens)
-                    cells.append({"lane": name, "kind": kind, "at_once": count} | figures)
+                    place = {"lane": name, "kind": kind, "at_once": count, "generator": generator}
+                    cells.append(place | figures)
                     print(_line(cells[-1]), flush=True)
                     header = result_header("benchmarks.serving")
                     write_json(args.output, header | {"settings": settings(args), "cells": cells})
@@ -163,71 +160,11 @@ def requests(documents: Documents, kind: str, args: argparse.Namespace) -> list[
     return [tokenizer.decode(prompt) for prompt in prompts]
 
 
-def measure(
-    url: str, model: Path, prompts: Sequence[str], at_once: int, tokens: int
-) -> dict[str, Any]:
-    """What clients see of a server, in ms and tokens per second.
-
-    Args:
-        url: The server's, without a trailing slash.
-        model: The checkpoint, whose tokenizer counts; it is served by the name of its directory.
-        prompts: A text per request; each is sent once.
-        at_once: How many requests run at the same time.
-        tokens: Of each answer.
-
-    Returns:
-        ``first_token_ms``, ``token_ms`` and ``answer_ms``, each by percentile, and
-        ``tokens_per_s`` of all answers together.
-
-    Raises:
-        ValueError: The server has refused a request, or failed.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = [
-        SampleRequest(prompt, len(tokenizer(prompt).input_ids), tokens, request_id=str(number))
-        for number, prompt in enumerate(prompts)
-    ]
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        found = asyncio.run(
-            benchmark(
-                task_type=TaskType.GENERATION,
-                endpoint_type="vllm",
-                api_url=f"{url}/v1/completions",
-                base_url=url,
-                model_id=str(model),
-                model_name=model.name,
-                tokenizer=tokenizer,
-                input_requests=asked,
-                logprobs=None,
-                request_rate=math.inf,
-                burstiness=1.0,
-                disable_tqdm=True,
-                num_warmups=0,
-                profile=False,
-                selected_percentile_metrics=list(MEASURED.values()),
-                selected_percentiles=list(PERCENTILES),
-                ignore_eos=True,
-                goodput_config_dict={},
-                max_concurrency=at_once,
-                lora_modules=None,
-                extra_headers=None,
-                extra_body={"temperature": 0},
-                ready_check_timeout_sec=0,
-            )
-        )
-    if found["completed"] != len(prompts):
-        raise ValueError(f"{url} has answered {found['completed']} of {len(prompts)} requests.")
-    figures: dict[str, Any] = {
-        ours: {f"{p:.0f}": round(found[f"p{p:.0f}_{theirs}_ms"], 2) for p in PERCENTILES}
-        for ours, theirs in MEASURED.items()
-    }
-    return figures | {"tokens_per_s": round(found["output_throughput"], 2)}
-
-
 def _line(cell: dict[str, Any]) -> str:
     first, token = cell["first_token_ms"], cell["token_ms"]
     return (
-        f"{cell['lane']:>18} {cell['kind']:>6} {cell['at_once']:>3} at once: first token "
+        f"{cell['lane']:>18} {cell['kind']:>6} {cell['at_once']:>3} at once, by "
+        f"{cell['generator']}: first token "
         f"{first['50']:,.0f} (p99 {first['99']:,.0f}) ms, then {token['50']:.1f} "
         f"(p99 {token['99']:.1f}) ms, {cell['tokens_per_s']:.1f} tokens/s"
     )

@@ -15,6 +15,7 @@ from vllm_kvretrieval.store.disk.contexts import NO_PARENT
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.disk.records import RECORD_BYTES, VOID, Record
 from vllm_kvretrieval.store.disk.store import RECORDS, USED, Geometry, make_store, name_of
+from vllm_kvretrieval.store.serving.blocks import Blocks
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
 IDENTITY = {"benchmark": "start"}
@@ -64,7 +65,7 @@ def restore(directory: Path, pool: BlockPool) -> dict[str, float]:
     """
     begin, cpu = time.perf_counter(), time.process_time()
     store = SchedulerStore(
-        str(directory), name_of(IDENTITY), [pool], BlockLevels(), [1], Arrivals()
+        str(directory), name_of(IDENTITY), Blocks([pool], [1]), BlockLevels(), Arrivals()
     )
     times = {"s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
     assert store.take_counts() == {"store_tokens_restored": (len(pool.blocks) - 1) * BLOCK}

@@ -1,4 +1,7 @@
-"""The plots of README and docs: a page links ``plots/KIND/NAME.svg``, drawn from ``NAME.json``."""
+"""The plots of README and docs: a page links ``plots/KIND/NAME.svg``, drawn from ``NAME.json``.
+
+README's own also shows the runs of other engines that there are (``peers-*.json``).
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,11 @@ def drawn(page: Path, directory: Path = RESULTS) -> dict[Path, str]:
     """
     found = {}
     for link in LINK.finditer(page.read_text()):
-        (store,) = read_results([f"{link['name']}.json"], directory).values()
-        found[(page.parent / link["path"]).resolve()] = _svg(KINDS[link["kind"]](store))
+        kind, names = link["kind"], [f"{link['name']}.json"]
+        if kind in BESIDE:
+            names += sorted(path.name for path in directory.glob(BESIDE[kind]))
+        figure = KINDS[kind](*read_results(names, directory).values())
+        found[(page.parent / link["path"]).resolve()] = _svg(figure)
     return found
 
 
@@ -87,6 +93,45 @@ def steps(store: Mapping[str, Any]) -> Figure:
         axis.set(title=f"batch {batch}", xlabel="context, tokens", ylabel="decode step, ms")
     _legend(figure, axes[0])
     return figure
+
+
+def tokens(store: Mapping[str, Any], *beside: Mapping[str, Any]) -> Figure:
+    """Milliseconds of a token of an answer over the context, of one request.
+
+    A panel of vLLM alone and our methods, and one for each run of other engines, which has both,
+    too: figures of two runs do not share a panel.
+    """
+    panels = [_tokens_of_steps(store), *map(_tokens_of_peers, beside)]
+    figure, axes = _panels(len(panels), 5.2 if not beside else 4.4, 3.2)
+    for axis, lines in zip(axes, panels, strict=True):
+        contexts = sorted({context for points in lines.values() for context in points})
+        for name, points in lines.items():
+            axis.plot(*zip(*sorted(points.items()), strict=True), "o-", label=name)
+        axis.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        axis.set_ylim(bottom=0)
+        axis.set(xlabel="context, tokens", ylabel="a token of the answer, ms")
+        axis.legend(fontsize=9 if not beside else 7)
+    return figure
+
+
+def _tokens_of_steps(store: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Milliseconds by method and context, of a file of decode steps."""
+    found: dict[str, dict[int, float]] = {}
+    for cell in report.pooled(store["cells"]):
+        if cell["batch"] == 1:
+            for name in cell["engines"]:
+                label = "vLLM alone" if name == report.pair(cell)[0] else name
+                found.setdefault(label, {})[cell["context"]] = report.step_ms(cell, name)
+    return found
+
+
+def _tokens_of_peers(store: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """The same of a file of other engines."""
+    found: dict[str, dict[int, float]] = {}
+    for cell in store["cells"]:
+        if cell["figure"] == "steps" and "value" in cell:
+            found.setdefault(cell["lane"], {})[cell["context"]] = cell["value"]
+    return found
 
 
 def shares(store: Mapping[str, Any]) -> Figure:
@@ -197,10 +242,13 @@ def _vertical(axis: Any, full: Mapping[str, Any]) -> None:
         axis.set(yscale="log", ylabel="KL to full attention, nats")
 
 
-KINDS: Mapping[str, Callable[[Mapping[str, Any]], Figure]] = {
+KINDS: Mapping[str, Callable[..., Figure]] = {
     "steps": steps,
+    "tokens": tokens,
     "shares": shares,
     "indexes": indexes,
     "prompts": prompts,
 }
 """Every kind of plot, and the function that draws it from a result file."""
+BESIDE = {"tokens": "peers-*.json"}
+"""The further result files that kinds of plots show, if there are any."""

@@ -1,6 +1,7 @@
 """The tables of README, docs and the journal are those of the committed result files."""
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ BLOCK = "<!-- table: {} -->\n{}<!-- end of table -->\n"
 STEPS = "steps decode-fill-fier.json"
 FIGURE = "As fast as <!--f1-->{1}.\n\n<!-- figures:\nf1: {0}\n-->\n"
 FULL = f"{STEPS} @ 32,768; 1 @ fier"
+TOKENS_PLOT = ROOT / "docs/plots/tokens/decode-small-pages.svg"
 STEPS_PLOT = ROOT / "docs/plots/steps/decode-fill.svg"
 
 
@@ -133,6 +135,26 @@ def test_plots_follow_their_files(tmp_path):
         repeat["mean"] *= 2
     (tmp_path / "decode-fill.json").write_text(json.dumps(store))
     assert plots.drawn(page, tmp_path) != before
+
+
+def test_the_first_picture_shows_other_engines_where_they_were_measured(tmp_path):
+    """In a panel of their own, since they are of another run."""
+    shutil.copy(RESULTS / "decode-small-pages.json", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("![Tokens](plots/tokens/decode-small-pages.svg)\n")
+    (before,) = plots.drawn(page, tmp_path).values()
+    assert before == TOKENS_PLOT.read_text()
+    places = itertools.product(("vLLM", "kvretrieval", "llama.cpp q8_0"), (8192, 32768))
+    cells = [
+        {"lane": lane, "figure": "steps", "context": context, "value": 30.0 + context / 1024}
+        for lane, context in places
+    ]
+    cells.append({"lane": "mistral.rs", "figure": "steps", "context": 8192, "reason": "none"})
+    (tmp_path / "peers-smollm2.json").write_text(json.dumps({"cells": cells}))
+    (after,) = plots.drawn(page, tmp_path).values()
+    assert "llama.cpp q8_0" in after
+    assert "mistral.rs" not in after
+    assert after.count("a token of the answer, ms") == 2 * before.count("a token of the answer, ms")
 
 
 def test_all_builds_of_a_file_stand_below_its_table(tmp_path):

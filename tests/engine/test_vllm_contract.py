@@ -65,6 +65,7 @@ PASSED_THROUGH = {
             ],
         ),
         (Scheduler.reset_prefix_cache, ["reset_running_requests", "reset_connector"]),
+        (Scheduler._free_request, ["request", "delay_free_blocks"]),
         (Scheduler._update_request_as_session, ["session", "update"]),
         (
             AsyncScheduler._update_request_with_output,
@@ -202,6 +203,12 @@ def test_order_of_calls():
         "self.scheduler_config.async_scheduling = True",
         "current_platform.check_and_update_config(self)",
         "and self.scheduler_config.scheduler_cls is None",
+    )
+    in_order(
+        Scheduler._free_request,
+        "assert request.is_finished()",
+        "self._connector_finished(request)",
+        "self._free_blocks(request)",
     )
     in_order(
         EngineCore.__init__,

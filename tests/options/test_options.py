@@ -54,6 +54,7 @@ VALUES: dict[str, Any] = {
     "lossless": True,
     "allow_exact": False,
     "sources": True,
+    "sessions": True,
     "client_options": ["budget"],
     "reuse": "exact",
     "attention": "own",
@@ -136,7 +137,8 @@ def refusal_in_memory(key: str) -> str:
 
 @pytest.mark.parametrize("key", REQUEST)
 def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
-    values = {"budget": 1024, "correction_threshold": 0.5, "exact": True, "exact_prefix": True}
+    values: dict[str, Any] = {"budget": 1024, "correction_threshold": 0.5}
+    values |= {"exact": True, "exact_prefix": True}
     values |= {
         "drafts": 0,
         "lossless": True,
@@ -144,6 +146,10 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
         "prefill_share": 0.25,
         "mass": 0.9,
         "sources": False,
+        "session": "a",
+        "pin": True,
+        "retain": 60,
+        "prefetch": "a",
     }
     for method, family in FAMILIES.items():
         if family is FilterMethod or method in ("quest", "kvretrieval"):
@@ -163,6 +169,7 @@ def test_an_option_of_a_request_has_an_effect_as_the_table_says(key):
                 "cannot be reached with",
                 "is not served, since all",
                 "needs a server that drafts",
+                "--kv-retrieval.sessions true",
             )
             assert any(reason in said for reason in reasons)
 

@@ -60,6 +60,14 @@ def refusal(client, fields, path="/v1/completions"):
         ({"KV-Retrieval.budget": 128}, RIGHT),
         ({"extra_args": {"kv_retrieval": {"budget": 128}}}, f"not read at extra_args; {RIGHT}"),
         ({"extra_body": {"kv_retrieval_budget": 1}}, "'kv_retrieval_budget' is not read at extra"),
+        ({"vllm_xargs": {"kv_retrieval_session": "../x"}}, "cannot be a session's name"),
+        ({"vllm_xargs": {"kv_retrieval_retain": 10}}, "retain=10.0 is not served here"),
+        ({"vllm_xargs": {"kv_retrieval_pin": 1}}, "pin=True is not served here"),
+        ({"vllm_xargs": {"retain": 10}}, "'retain' is not read; write kv_retrieval_retain"),
+        (
+            {"kv_hints": {"actions": [{"action_type": "kvretrieval.pin", "payload": {}}]}},
+            "kv_hints is not read over HTTP",
+        ),
         (
             {"use_beam_search": True, "vllm_xargs": {"kv_retrieval_budget": 128}},
             "no effect with use_beam_search",
@@ -132,8 +140,10 @@ def test_other_fields_are_not_looked_at(served):
     """A request comes through, to routes that have no engine here."""
     fields = {"user": "kv_retrieval", "metadata": {"kv_retrieval_budget": 1}, "budget": 3}
     xargs = {"kv_retrieval_budget": 128, "another_plugin": 3}
-    with pytest.raises(AttributeError, match="openai_serving_completion"):
-        served.post("/v1/completions", json={"prompt": "Hello", "vllm_xargs": xargs, **fields})
+    for hints in (3, {}, {"actions": 3}, {"actions": [3, {"action_type": "router.placed"}]}):
+        body = {"prompt": "Hello", "vllm_xargs": xargs, "kv_hints": hints, **fields}
+        with pytest.raises(AttributeError, match="openai_serving_completion"):
+            served.post("/v1/completions", json=body)
 
 
 def test_strangers_learn_nothing(served):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.engine import ROUNDING, Answer, assert_same, shortened
-from tests.support.routing import routing
+from tests.support.routing import PROGRAM, routing
 from tests.support.server import BUDGET, MODEL, PROMPT, Server, ask, free_ports, running, tokens_of
 from vllm_kvretrieval.upstream.defaults import cores_of
 
@@ -101,7 +101,8 @@ def test_prompts_of_stock_vllm_are_retrieved_from(pair, length):
 
 
 def test_behind_a_router(pair, tmp_path):
-    pytest.importorskip("vllm_router", reason="needs vLLM's router: pip install vllm-router")
+    if PROGRAM is None:
+        pytest.skip("needs vLLM's router: pip install vllm-router")
     roles = ("--prefill", pair.prefill.url, "--decode", pair.decode.url)
     with routing(tmp_path / "router.txt", "--vllm-pd-disaggregation", *roles) as url:
         asked = prompt(pair, 1500, "By a router: ")

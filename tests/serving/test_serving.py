@@ -1,6 +1,8 @@
 """`vllm serve` over HTTP, with clients that come and go; and once as a user starts it, compiled."""
 
 import json
+import math
+import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,8 @@ import openai
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from benchmarks.serving.load import measure
+from benchmarks.serving import soak
+from benchmarks.serving.generators import GENERATORS
 from tests.support.browser import tab
 from tests.support.engine import (
     ROUNDING,
@@ -23,7 +26,7 @@ from tests.support.engine import (
     shortened,
 )
 from tests.support.monitoring import board, expressions, names_in, rules
-from tests.support.server import BUDGET, KEY, MODEL, PROMPT, ask, serving
+from tests.support.server import BUDGET, KEY, MODEL, PROMPT, ask, serving, tokens_of, until
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.doctor.server import PREFIX, Client, samples
 from vllm_kvretrieval.engine.metrics import FREE, metric_name
@@ -49,8 +52,13 @@ def server(tmp_path_factory):
         yield server
 
 
-def test_load(server):
-    """What the benchmark of loaded servers measures, by vLLM's load generator."""
+@pytest.mark.parametrize("generator", ["vllm", pytest.param("guidellm", marks=pytest.mark.slow)])
+def test_load(server, generator):
+    """What the benchmark of loaded servers measures, by each of its load generators.
+
+    guidellm's time per token with the first one is longer than without: a prompt has been read.
+    """
+    measure = GENERATORS[generator]
     model = Path(checkpoint(MODEL))
     prompts = [f"{number}. {PROMPT}" for number in range(3)]
     figures = measure(server.url, model, prompts, at_once=2, tokens=5)
@@ -60,8 +68,46 @@ def test_load(server):
         figures["answer_ms"]["50"] > figures["first_token_ms"]["50"] + 3 * figures["token_ms"]["50"]
     )
     assert figures["tokens_per_s"] > 0
+    with_first = figures.get("token_ms_with_first", {"50": math.inf})
+    assert with_first["50"] > figures["token_ms"]["50"]
     with pytest.raises(ValueError, match="answered 1 of 2 requests"):
         measure(server.url, model, [prompts[0], 9 * PROMPT], at_once=1, tokens=1)
+
+
+def test_soak(server):
+    """Visits of all kinds, and what is found wrong with an answer; afterwards nothing runs.
+
+    At the end a question has the answer to another one, and one is too long.
+    """
+    visitor = soak.Visitor(server.url, MODEL, tokens=8, context=4096)
+    prompts = [tokens_of(server, f"{number}. {PROMPT}") for number in range(2)]
+    answers = [visitor.ask(prompt)[0] for prompt in prompts]
+    known = [soak.Question(*each) for each in zip(prompts, answers, strict=True)]
+    chance = random.Random(1)
+    for kind in soak.KINDS:
+        for _ in range(3):
+            visitor.visit(kind, chance, known, prompts[0][chance.randrange(900) :])
+    for change in visitor.wrong_requests():
+        visitor.refused(change)
+    with soak.Clients(visitor, known, lambda _: prompts[1], count=2, seed=1):
+        until(lambda: visitor.visits.total() > 20, server.log)
+    visitor.await_idle()
+    assert not visitor.wrong
+    found = soak.memory(server.process.pid)
+    assert found["own"] > 100
+    assert found["threads"] > 3
+    visitor.visit("known", chance, [soak.Question(prompts[0], [17] * 8)], ())
+    visitor.visit("new", chance, (), [1] * 5000)
+    assert [text.partition(":")[0] for text in visitor.wrong] == ["known", "new"]
+    with pytest.raises(ValueError, match="has got status 200"):
+        visitor.refused({"temperature": 0.5})
+
+
+def test_growth():
+    """Of own memory, when caches have filled."""
+    samples = [{"own": float(own)} for own in (0, 50, 100, 100, 100, 101, 101, 103)]
+    assert soak.growth(samples) == 2
+    assert soak.growth(samples[:1]) == 0
 
 
 @pytest.mark.parametrize(

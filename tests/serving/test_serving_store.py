@@ -57,6 +57,31 @@ def drain(server):
     return come
 
 
+def try_sessions(server):
+    """Wrong options of sessions get a 400 before a stream begins; what is pinned has a name."""
+    for options, said in (
+        ({"pin": True}, "needs the name of a session"),
+        ({"session": "../x", "pin": True}, "cannot be a session's name"),
+        ({"retain": 1e9}, "must be a number of seconds from 0 to 86400"),
+        ({"retain": "NaN"}, "must be a number of seconds"),
+        ({"prefetch": "a b"}, "cannot be a session's name"),
+    ):
+        xargs = {f"kv_retrieval_{key}": value for key, value in options.items()}
+        asked = {"model": MODEL, "prompt": "Hello", "stream": True, "vllm_xargs": xargs}
+        status, answer = call(server, "/v1/completions", asked)
+        assert (status, said in answer["error"]["message"]) == (400, True)
+    pins = {"kv_retrieval_session": "chat", "kv_retrieval_pin": 1, "kv_retrieval_prefetch": "chat"}
+    assert ask(server.url, tokens_of(server, PROMPT), 2, vllm_xargs=pins).answer.cached > 500
+    _, answer = call(server, "/v1/kv_store?contexts=5")
+    (named,) = (one for one in answer["stores"][0]["contexts"] if one["names"])
+    assert named["names"] == ["session.chat"]
+    assert named["pinned_tokens"] == named["tokens"] > 500
+    unpins = {"kv_retrieval_session": "chat", "kv_retrieval_pin": 0}
+    ask(server.url, tokens_of(server, "Bye."), 2, vllm_xargs=unpins)
+    _, answer = call(server, "/v1/kv_store?contexts=5")
+    assert not any(one["names"] for one in answer["stores"][0]["contexts"])
+
+
 def test_kill_and_start(tmp_path, monkeypatch):
     """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing.
 
@@ -76,7 +101,7 @@ def test_kill_and_start(tmp_path, monkeypatch):
     finally:
         server.kill()
     monkeypatch.setenv("VLLM_PLUGINS", "kvretrieval")
-    drains = ("--shutdown-timeout", "60")
+    drains = ("--shutdown-timeout", "60", "--kv-retrieval.sessions", "true")
     with serving(tmp_path / "second.txt", *store, *drains, model=model) as server:
         status, answer = call(server, "/v1/kv_store?contexts=5")
         assert status == 200
@@ -106,6 +131,7 @@ def test_kill_and_start(tmp_path, monkeypatch):
         assert status == 200
         assert [one["asked"] for one in answer["stores"]] == [True], "it has been read again"
         assert told(server) == again
+        try_sessions(server)
         (before,), _ = listed(str(tmp_path / "store"), 10)
         assert len(drain(server)) == 64
         (after,), _ = listed(str(tmp_path / "store"), 10)

@@ -172,6 +172,26 @@ def test_the_latest_contexts_stay(model, tmp_path):
     assert len(records_of(directory)) == whole // BLOCK, "what was there before the reset is gone"
 
 
+def test_a_session_is_pinned_and_read_ahead(model, tmp_path):
+    """Into memory, while another request is served: then nothing is left to be read for it."""
+    directory, tokens = tmp_path / "store", prompt(21, 700)
+    options = OPTIONS | {"kv_cache_memory_bytes": 8 << 20}  # of two contexts
+
+    def life():
+        retrieval = {"store": str(directory), "budget": 512, "page_size": PAGE, "sessions": True}
+        return engine(model, **options, additional_config={"kv_retrieval": retrieval})
+
+    with life() as llm:
+        ask(llm, tokens, 2, session="a", pin=True)
+        first = ask(llm, tokens, 12)
+        for seed in range(22, 28):
+            ask(llm, prompt(seed, 1700), 2)
+    with life() as llm:
+        assert ask(llm, prompt(28, 700), 200, prefetch="a").cached == 0
+        assert ask(llm, tokens, 12) == first
+        assert first.cached == len(tokens) // BLOCK * BLOCK
+
+
 def test_every_worker_has_its_part(model, tmp_path):
     """Of two workers; a block is found if both have theirs, and users see one store."""
     directory, tokens = tmp_path / "store", prompt(1, 700)

@@ -18,6 +18,7 @@ from vllm_kvretrieval.store.disk.inbox import PIN, UNPIN
 from vllm_kvretrieval.store.disk.records import RECORD_BYTES
 from vllm_kvretrieval.store.disk.store import RECORDS, USED, name_of
 from vllm_kvretrieval.store.serving import halves
+from vllm_kvretrieval.store.serving.blocks import Blocks
 from vllm_kvretrieval.store.serving.halves import started
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
@@ -28,7 +29,8 @@ def small_store(directory, blocks=600):
 
     def opened() -> Any:
         pool = store_start.pool_for(blocks)
-        return SchedulerStore(str(directory), path.name, [pool], BlockLevels(), [1], Arrivals())
+        known = Blocks([pool], [1])
+        return SchedulerStore(str(directory), path.name, known, BlockLevels(), Arrivals())
 
     return path, opened
 

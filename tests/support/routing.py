@@ -1,5 +1,7 @@
 """vLLM's router as a user starts it, for tests."""
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,10 @@ from pathlib import Path
 from tests.support.server import free_ports, until
 from vllm_kvretrieval.doctor.server import Client
 
+PROGRAM = shutil.which(
+    "vllm-router", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
+"""The router, which may have an environment of its own; None: there is none."""
 QUICK = (
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "1"),
     *("--retry-initial-backoff-ms", "1000"),
@@ -24,9 +30,10 @@ def routing(log: Path, *options: str) -> Iterator[str]:
         log: A file for what it logs.
         options: Options of ``vllm-router``.
     """
+    assert PROGRAM is not None
     first = free_ports(2)
     command = [
-        *(str(Path(sys.executable).with_name("vllm-router")), *options),
+        *(PROGRAM, *options),
         *("--host", "127.0.0.1", "--port", str(first), "--prometheus-port", str(first + 1)),
         *("--worker-startup-check-interval", "1", *QUICK),
     ]
@@ -39,6 +46,12 @@ def routing(log: Path, *options: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def manage(url: str, action: str, replica: str) -> None:
+    """Take a replica out of the rotation (``remove_worker``), or back in (``add_worker``)."""
+    status, text = Client(url).ask(f"/{action}?url={replica}", {})
+    assert status == 200, text
 
 
 def _ready(url: str) -> bool:

@@ -58,6 +58,12 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     @property
+    def pid(self) -> int:
+        """The number of its first process, whose descendants are the others."""
+        assert self._process is not None, "it has been started"
+        return self._process.pid
+
+    @property
     def command(self) -> str:
         """The command as a user would type it."""
         settings = [f"{name}={value}" for name, value in self._settings.items()]

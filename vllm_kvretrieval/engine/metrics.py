@@ -32,6 +32,8 @@ COUNTERS = {
     "store_tokens_hit": "tokens that requests have found in blocks of earlier runs; "
     "vllm:prefix_cache_hits has those of this run, too",
     "store_bytes_checked": "bytes of blocks of earlier runs that were compared with their sums",
+    "store_blocks_read_ahead": "blocks of an earlier run that were read for a session before it "
+    "asked",
     "store_blocks_evicted": "stored blocks that had to make room",
     "store_blocks_expired": "stored blocks that have become older than store_days",
     "store_blocks_damaged": "blocks of earlier runs whose bytes were not those of their sums",

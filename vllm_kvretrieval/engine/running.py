@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.of_hints import with_hints
 from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 
@@ -55,12 +56,19 @@ def notes(scheduler_output: Any, known: Mapping[str, Note]) -> dict[str, Note]:
 
 
 def read_options(
-    req_id: str, extra_args: Mapping[str, Any] | None, reader: RequestReader
+    req_id: str, extra_args: Mapping[str, Any] | None, reader: RequestReader, hints: Any = None
 ) -> RequestOptions:
-    """The options of a request; the engine's own if they cannot be served."""
+    """The options of a request and its hints.
+
+    A front end that skips our validation may send some that cannot be served. Such hints are left
+    out, and in place of such options the request has the engine's own.
+    """
     try:
-        return reader.read(extra_args)
-    except RetrievalConfigError as e:  # only a front end that skips our validation gets here
+        return reader.read(with_hints(extra_args, hints))
+    except RetrievalConfigError as e:
+        if hints is not None:
+            logger.error("Request %s runs without its hints: %s", req_id, e)
+            return read_options(req_id, extra_args, reader)
         logger.error("Request %s runs with the server's options: %s", req_id, e)
         return reader.read(None)
 

@@ -1,10 +1,11 @@
 """vLLM's scheduler with additions.
 
 It knows how exact the blocks of the prefix cache are, runs no more requests at once than the
-workers have room for, tells the workers which blocks a KV connector loads, and passes on what
-workers count.
+workers have room for, tells the workers which blocks a KV connector loads, keeps what requests have
+asked to keep when they end, and passes on what workers count.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,13 @@ from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.exactness import Exactness, ExactnessRules
 from vllm_kvretrieval.engine.loads import LoadReports
 from vllm_kvretrieval.engine.reports import put
+from vllm_kvretrieval.engine.retained import RetainedBlocks
 from vllm_kvretrieval.engine.running import read_options
-from vllm_kvretrieval.options.request import RequestReader
+from vllm_kvretrieval.options.of_sessions import stored_name
+from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.exactness_levels import NEVER, BlockLevels, Level, Taint
+from vllm_kvretrieval.store.disk.contexts import PINNED_SHARE
+from vllm_kvretrieval.store.serving.blocks import Blocks
 from vllm_kvretrieval.store.serving.groups import numbers_of
 from vllm_kvretrieval.store.serving.scheduler import Arrivals, SchedulerStore
 
@@ -158,22 +163,32 @@ class RetrievalScheduler(ChunkScheduler):
         self._output = None
         return stats
 
-    def _restore(self, name: str) -> SchedulerStore:
-        """Put the blocks of the store with this name into the prefix cache."""
-        assert self.retrieval.store is not None
+    @functools.cached_property
+    def _blocks(self) -> Blocks:
+        """vLLM's blocks; they are divided when the first request comes."""
         longest = [
             -(-spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes)
             for spec in self._specs
         ]
+        return Blocks([manager.block_pool for manager in self._managers], longest)
+
+    @functools.cached_property
+    def _retained(self) -> RetainedBlocks:
+        """What requests have asked to keep for a time."""
+        return RetainedBlocks(self._blocks, 0 if self.retrieval.store is None else PINNED_SHARE)
+
+    def _restore(self, name: str) -> SchedulerStore:
+        """Put the blocks of the store with this name into the prefix cache."""
+        assert self.retrieval.store is not None
         self._store = SchedulerStore(
             self.retrieval.store,
             name,
-            [manager.block_pool for manager in self._managers],
+            self._blocks,
             self.levels,
-            longest,
             self._arrivals,
             self.retrieval.store_days,
             self._specs if len(self._specs) > 1 else (),
+            self._retained,
         )
         return self._store
 
@@ -184,6 +199,31 @@ class RetrievalScheduler(ChunkScheduler):
         if request.request_id not in self.requests:  # no further input of a session
             self._arrivals.note(request.request_id)
         super().add_request(request)
+        if self.retrieval.sessions and (ahead := self._options(request).hints.prefetch) is not None:
+            assert self._store is not None, "the front end and the reader of options ask for one"
+            self._store.read_ahead(stored_name(ahead, request.cache_salt))
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """See vLLM's scheduler; what a request has asked to keep is kept before its blocks go."""
+        if self.retrieval.sessions:
+            self._keep(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _keep(self, request: Request) -> None:
+        """Pin and retain the context of a request that has ended, if it has asked for that."""
+        session, pin, seconds, _ = self._options(request).hints
+        name = None if session is None else stored_name(session, request.cache_salt)
+        held = [manager.req_to_blocks.get(request.request_id, ()) for manager in self._managers]
+        if seconds is not None:
+            cached = [block.block_id for blocks in held for block in blocks if block.block_hash]
+            self._retained.hold(name or request.request_id, cached, seconds)
+        if pin is not None:
+            assert self._store is not None, "see above"
+            assert name is not None, "the reader of options asks for one"
+            if pin:
+                self._store.pin_session(name, request, held[self._order[0]])
+            else:
+                self._store.unpin_session(name)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The blocks of the prefix cache that a request shares; see vLLM's scheduler."""
@@ -236,6 +276,8 @@ class RetrievalScheduler(ChunkScheduler):
         """Note how exact contexts are after the step, before vLLM counts its tokens."""
         for copy in scheduler_output.kv_cache_block_copies or ():
             self.levels.copy(copy.src_block_id, copy.dst_block_id)
+        if self.retrieval.sessions:
+            self._retained.tend()
         if self._loads is not None:
             self._loads.attach(scheduler_output)
         if self._store is not None:
@@ -262,6 +304,8 @@ class RetrievalScheduler(ChunkScheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Empty the prefix cache, and with it the store; see vLLM's scheduler."""
         done = False
+        if self.retrieval.sessions:
+            self._retained.clear()
         if self._store is not None:
             self._store.unpin()
         try:
@@ -304,9 +348,12 @@ class RetrievalScheduler(ChunkScheduler):
         known = self._contexts.get(request.request_id)
         if known is not None and known.params is request.sampling_params:
             return known.exactness
+        return self._rules.of(self._options(request))
+
+    def _options(self, request: Request) -> RequestOptions:
         extra_args = getattr(request.sampling_params, "extra_args", None)
-        options = read_options(request.request_id, extra_args, self._reader)
-        return self._rules.of(options)
+        hints = getattr(request, "kv_hints", None)  # vLLM 0.32 has none
+        return read_options(request.request_id, extra_args, self._reader, hints)
 
     def _retrieves(self, request: Request) -> bool:
         """See :class:`ChunkScheduler`."""

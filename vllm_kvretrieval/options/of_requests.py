@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options import of_sessions
 from vllm_kvretrieval.options.choices import NO_PAGES
 from vllm_kvretrieval.options.option import Option
 from vllm_kvretrieval.options.table import OPTIONS
@@ -88,6 +89,7 @@ _OTHERS: Mapping[str, Option] = {
         neutral=0,
         more="methods.md#sparse-prefill",
     ),
+    **of_sessions.OF_REQUEST,
 }
 REQUEST: Mapping[str, Option] = dict(
     sorted({**_OTHERS, **{known.name: _number(known) for known in SEAT_FIELDS}}.items())

@@ -7,6 +7,7 @@ from typing import Any
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.of_requests import REQUEST
+from vllm_kvretrieval.options.of_sessions import NO_HINTS, SessionHints, hints_of
 from vllm_kvretrieval.options.option import refuse_without_effect
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.budget import PageBudget
@@ -42,6 +43,7 @@ class RequestOptions:
         exact_prefix: Share with other requests only keys and values that full attention has
             computed, whatever the request itself attends to.
         sources: Note the pages that the answer attends to.
+        hints: What becomes of the context, and what is read ahead.
     """
 
     method: str
@@ -55,6 +57,7 @@ class RequestOptions:
     prefill_share: float = 0.0
     drafts: int = 0
     lossless: bool = False
+    hints: SessionHints = NO_HINTS
 
     @classmethod
     def parse(
@@ -140,6 +143,7 @@ class RequestOptions:
             _prefill_share(value.get("prefill_share"), prefill_budget, method, exact, config),
             drafts,
             lossless,
+            hints_of(value, config),
         )
 
     def certain_budget(self, config: RetrievalConfig) -> int:

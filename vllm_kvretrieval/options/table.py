@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_kvretrieval.options import choices, of_drafts, of_prompts
+from vllm_kvretrieval.options import choices, of_drafts, of_prompts, of_sessions
 from vllm_kvretrieval.options.option import Option, of_method, option
 from vllm_kvretrieval.retrieval.budget import DEFAULT_BUDGET
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -253,6 +253,7 @@ class Options:
         on_gpu="leave it out",
         more="chat.md",
     )
+    sessions: bool = of_sessions.SESSIONS
     client_options: Any = option(
         None,
         checked_later("a list of options of a request; `[]`: none"),

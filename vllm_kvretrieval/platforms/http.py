@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.of_hints import ACTIONS, OURS
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.platforms.requests import check_request, reader_of
 from vllm_kvretrieval.values import resembles, shortened
@@ -112,6 +113,15 @@ def _check_places(fields: Mapping[str, Any]) -> None:
                 raise RetrievalConfigError(
                     f"{name!r} is not read at {place}; over HTTP write {right}."
                 )
+    hints = fields.get("kv_hints")
+    actions = hints.get("actions") if isinstance(hints, Mapping) else None
+    for action in actions if isinstance(actions, list) else ():
+        if isinstance(action, Mapping) and resembles(action.get("action_type"), OURS):
+            raise RetrievalConfigError(
+                f"kv_hints is not read over HTTP, so {', '.join(ACTIONS)} have no effect there; "
+                f'write "{XARGS}": {{"{CONFIG_KEY}_session": "NAME", "{CONFIG_KEY}_pin": true}}, '
+                f"{CONFIG_KEY}_retain or {CONFIG_KEY}_prefetch."
+            )
     xargs = fields.get(XARGS)
     if not isinstance(xargs, Mapping):
         return

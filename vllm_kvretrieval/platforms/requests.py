@@ -10,6 +10,7 @@ from vllm.exceptions import VLLMClientError
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.of_hints import with_hints
 from vllm_kvretrieval.options.of_requests import REQUEST
 from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.options.table import CONFIG_KEY
@@ -39,7 +40,11 @@ def reader_of(owner: Any) -> RequestReader | None:
 
 
 def check_request(
-    owner: Any, extra_args: Mapping[str, Any] | None, prompt_logprobs: Any, setting: Setting
+    owner: Any,
+    extra_args: Mapping[str, Any] | None,
+    prompt_logprobs: Any,
+    setting: Setting,
+    hints: Any = None,
 ) -> None:
     """Refuse options of a request that its engine does not serve, or nobody would read.
 
@@ -48,6 +53,7 @@ def check_request(
         extra_args: ``SamplingParams.extra_args`` of the request, over HTTP its ``vllm_xargs``.
         prompt_logprobs: See ``SamplingParams``; None: the request asks for none.
         setting: What the platform does not serve.
+        hints: The request's ``KvHintsEnvelope``; None: it has none.
 
     Raises:
         RetrievalRequestError: Names the option, and says why and what to do.
@@ -58,7 +64,7 @@ def check_request(
     config = reader.config
     try:
         _reject_bare(extra_args or {}, owner.vllm_config)
-        options = reader.read(extra_args)
+        options = reader.read(with_hints(extra_args, hints))
     except RetrievalConfigError as e:
         raise RetrievalRequestError(str(e)) from None
     for known in SEAT_FIELDS:

@@ -160,14 +160,16 @@ class RetrievalPlatform(Platform):
         """Refuse a request's options that its engine does not serve.
 
         All engines of a process share the platform, and vLLM does not say which of them asks, so
-        the options are taken from the caller, vLLM's ``InputProcessor``. No local holds a frame:
-        its cycle would keep the inputs, images among them, until Python collects garbage.
+        the options are taken from the caller, vLLM's ``InputProcessor``, and so are the hints of a
+        request, which vLLM 0.33 has. No local holds a frame: its cycle would keep the inputs,
+        images among them, until Python collects garbage.
         """
         super().validate_request(processed_inputs, params)
         caller = sys._getframe(1).f_locals.get("self")
+        hints = sys._getframe(1).f_locals.get("kv_hints")
         extra_args = getattr(params, "extra_args", None)
         logprobs = getattr(params, "prompt_logprobs", None)
-        check_request(caller, extra_args, logprobs, cls.setting)
+        check_request(caller, extra_args, logprobs, cls.setting, hints)
 
 
 def _drafts(vllm_config: "VllmConfig") -> bool:

@@ -26,6 +26,7 @@ from vllm_kvretrieval.store.disk.names import (
     read_kept,
     read_names,
     read_pins,
+    sessions,
     unknown,
     write_forgotten,
     write_names,
@@ -35,6 +36,8 @@ from vllm_kvretrieval.store.disk.ranks import Ranks, names_of_all, open_ranks
 from vllm_kvretrieval.store.disk.store import LOCK, WORKER_LOCK, StoreInUseError, release
 
 Found = TypeVar("Found")
+MOST_SESSIONS = 1000
+"""Sessions whose pins are kept; the one that pinned longest ago goes first."""
 
 
 def each_store(directory: str, look: Callable[[Ranks], Found]) -> tuple[list[Found], list[str]]:
@@ -222,6 +225,29 @@ def note(folder: Folder, change: Change, dropped: Set[bytes] = frozenset()) -> N
         pins -= dropped
         _forget_names(folder, lambda key: key in dropped, change.key)
     write_pins(folder, pins)
+
+
+def note_session(folder: Folder, name: str, key: bytes | None) -> None:
+    """Write down what a session has pinned, in a store that is one's own.
+
+    Args:
+        folder: The store's directory.
+        name: What the session is called.
+        key: The key of the context's last block; None: it has nothing pinned any more.
+    """
+    names, pins = read_names(folder), read_pins(folder)
+    others = [known for known in sessions(names) if known != name]
+    gone = {name, *others[MOST_SESSIONS - 1 :]}
+    before = {names.pop(known) for known in gone if known in names}
+    pins -= before.difference(names.values())
+    if key is not None:
+        names[name] = key
+        pins.add(key)
+    write_pins(folder, pins)
+    write_names(folder, names)
+    known = read_forgotten(folder)
+    if name in known.names:
+        write_forgotten(folder, known._replace(names=known.names - {name}))
 
 
 def note_reset(folder: Folder) -> None:

@@ -166,7 +166,7 @@ def held(
 
 
 def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> list[int]:
-    """Blocks of the contexts that are pinned, as far as they are there.
+    """Blocks of the contexts that are pinned, as far as they are there, in the order of the pins.
 
     Args:
         pins: Keys of last blocks.
@@ -174,7 +174,7 @@ def pinned_blocks(pins: Collection[bytes], records: Mapping[int, Record]) -> lis
     """
     blocks = {record.key: block for block, record in records.items()}
     found: dict[int, None] = {}
-    for key in sorted(pins):
+    for key in pins:
         if key in blocks:
             found.update(dict.fromkeys(_path(key, blocks, records, found)))
     return list(found)

@@ -131,9 +131,9 @@ def pinned(
         groups: All groups by their numbers.
 
     Returns:
-        Blocks of the contexts, as far as they are there: the first group's, and those of others
-        that a request needs. And the keys of the first group's blocks at which something is
-        missing that would make contexts whole.
+        Blocks of the contexts, as far as they are there, in the order of the pins: the first
+        group's, and those of others that a request needs. And the keys of the first group's blocks
+        at which something is missing that would make contexts whole.
     """
     whole = reachable(records)
     missing = missing_keys(pins, records)
@@ -141,7 +141,7 @@ def pinned(
         return pinned_blocks(pins, whole), missing
     parts = Parts(groups, beside(records, whole))
     found: dict[int, None] = {}
-    for pin in sorted(pins):
+    for pin in pins:
         path = pinned_blocks([pin], whole)
         keys = [whole[block].key for block in path]
         found.update(dict.fromkeys(path))

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.options.of_sessions import PREFIX, SALT_DIGITS
 from vllm_kvretrieval.store.disk.contexts import id_of, reachable
 from vllm_kvretrieval.store.disk.files import Folder
 from vllm_kvretrieval.store.disk.ranks import Ranks
 
 PINS, NAMES, FORGOTTEN = "pins.json", "names.json", "forgotten.json"
 REMEDIES = {PINS: ", and pin anew", NAMES: ", and name anew", FORGOTTEN: ""}
+SESSION = re.compile(rf"{PREFIX}(-[0-9a-f]{{{SALT_DIGITS}}})?\.")
+"""How names of sessions begin."""
 MOST_KEYS = 1000
 """Keys of contexts that were dropped and are remembered."""
 MOST_NAMED = 3
@@ -89,6 +92,15 @@ def write_forgotten(folder: Folder, forgotten: Forgotten) -> None:
 def read_kept(folder: Folder) -> set[bytes]:
     """Keys of last blocks of all contexts with names or pins; raises as :func:`read_names`."""
     return read_pins(folder).union(read_names(folder).values())
+
+
+def sessions(names: Mapping[str, bytes]) -> list[str]:
+    """Those names that requests have given to their sessions, the latest first.
+
+    Args:
+        names: Keys of last blocks by name, in the order in which names were given.
+    """
+    return [name for name in [*names][::-1] if SESSION.match(name)]
 
 
 def _read(folder: Folder, file: str, parse: Callable[[Any], Said], empty: Said) -> Said:

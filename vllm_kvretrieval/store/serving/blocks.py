@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from vllm_kvretrieval.store.disk.contexts import PINNED_SHARE
-
 
 class Blocks:
     """The blocks of one pool, or of several with different numbers.
@@ -17,11 +15,10 @@ class Blocks:
     def __init__(self, pools: Sequence[Any], longest: Sequence[int]) -> None:
         # Where there are two, blocks of the second come behind those of the first.
         self._pools = sorted(dict.fromkeys(pools), key=lambda pool: len(pool.blocks))
-        self._most = []
+        self._spare = []  # what the longest request leaves, but for the null block
         for pool in self._pools:
             needed = sum(count for own, count in zip(pools, longest, strict=True) if own is pool)
-            size = pool.num_gpu_blocks
-            self._most.append(max(min(int(PINNED_SHARE * size), size - 1 - needed), 0))
+            self._spare.append(max(pool.num_gpu_blocks - 1 - needed, 0))
         self.hash_size: int = pools[0].hash_block_size
         """Tokens of which vLLM makes a hash each."""
         self.null: int = pools[0].null_block.block_id
@@ -69,12 +66,18 @@ class Blocks:
         for pool, own in zip(self._pools, blocks, strict=True):
             pool.evict_blocks({block.block_id for block in own})
 
-    def pinned(self, wanted: Iterable[int]) -> list[int]:
-        """The first of these blocks, as many as may be pinned: requests need the others."""
-        return [
-            block.block_id
-            for most, own in zip(
-                self._most, self.by_pool(self[number] for number in wanted), strict=True
-            )
-            for block in own[:most]
-        ]
+    def first(self, wanted: Iterable[int], share: float, beside: float = 0.0) -> list[int]:
+        """The first of these blocks, as many as may be held: requests need the others.
+
+        Args:
+            wanted: Numbers of blocks.
+            share: The most of all blocks that these may be.
+            beside: The share that may be held for another reason.
+        """
+        found: list[int] = []
+        by_pool = self.by_pool(self[number] for number in wanted)
+        for pool, spare, own in zip(self._pools, self._spare, by_pool, strict=True):
+            size = pool.num_gpu_blocks
+            most = min(int(share * size), max(spare - int(beside * size), 0))
+            found += [block.block_id for block in own[:most]]
+        return found

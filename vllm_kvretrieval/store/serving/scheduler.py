@@ -6,12 +6,13 @@ Before a request shares one for the first time, its contents are read and compar
 
 import contextlib
 import gc
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -20,9 +21,10 @@ from vllm.v1.request import Request
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.exactness_levels import BlockLevels
 from vllm_kvretrieval.storage.lost import allotted_blocks
-from vllm_kvretrieval.store.disk.changes import note, note_reset
+from vllm_kvretrieval.store.disk.changes import note, note_reset, note_session
 from vllm_kvretrieval.store.disk.contexts import (
     NO_PARENT,
+    PINNED_SHARE,
     beside,
     forgotten,
     id_of,
@@ -31,7 +33,7 @@ from vllm_kvretrieval.store.disk.contexts import (
 from vllm_kvretrieval.store.disk.groups import Group, pinned
 from vllm_kvretrieval.store.disk.groups import groups_of as stored_groups
 from vllm_kvretrieval.store.disk.inbox import DROP, RETRY_S, Change, Inbox
-from vllm_kvretrieval.store.disk.names import read_kept, read_pins
+from vllm_kvretrieval.store.disk.names import read_kept, read_names, read_pins, sessions
 from vllm_kvretrieval.store.disk.ranks import open_ranks
 from vllm_kvretrieval.store.disk.records import Record
 from vllm_kvretrieval.store.disk.store import LOCK, release
@@ -46,6 +48,8 @@ CHECKERS = 2
 """Threads that compare blocks with their sums; hashing lets others run."""
 PATIENCE_S = 10.0
 """How long a command that looks at the store may keep the server waiting."""
+AHEAD_BYTES = 32 << 20
+"""What is read ahead in a step at most, which takes longer by it."""
 PERIOD_S = 60.0
 """Seconds between two looks; on a clock that never jumps."""
 DAY_S = 86400
@@ -81,6 +85,13 @@ class Arrivals:
     def forget(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._numbers.pop(request_id, None)
+
+
+class Holds(Protocol):
+    """What keeps blocks from being evicted, beside running requests and pins."""
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Let go of blocks that are to be forgotten."""
 
 
 class Expiry:
@@ -181,12 +192,12 @@ class SchedulerStore:
     Args:
         directory: The directory of all stores.
         name: What the names of the workers' own directories begin with; they have opened them.
-        pools: vLLM's block pools, not yet used by any request, by group of layers.
+        blocks: vLLM's, not yet used by any request.
         levels: Gets the levels of the blocks that are restored.
-        longest: Blocks of the longest request, by group of layers.
         arrivals: The order in which requests arrive.
         days: Age at which blocks are forgotten; None: they never are.
         specs: vLLM's, of its groups of layers, if there are several.
+        retained: What else keeps blocks, and has to let go of what is forgotten; None: nothing.
 
     Raises:
         RetrievalConfigError: Another process uses the store, or it is damaged, or of other groups.
@@ -196,14 +207,14 @@ class SchedulerStore:
         self,
         directory: str,
         name: str,
-        pools: Sequence[Any],
+        blocks: Blocks,
         levels: BlockLevels,
-        longest: Sequence[int],
         arrivals: Arrivals,
         days: float | None = None,
         specs: Sequence[Any] = (),
+        retained: Holds | None = None,
     ) -> None:
-        self._blocks, self._levels = Blocks(pools, longest), levels
+        self._blocks, self._levels, self._retained = blocks, levels, retained
         self._arrivals = arrivals
         self._expiry = Expiry(days)
         self._store = open_ranks(directory, name, write=True)
@@ -222,6 +233,7 @@ class SchedulerStore:
         self._order_fault = Fault("the order in which blocks were used cannot be written")
         self._void_fault = Fault("what is forgotten stays on the disk")
         self._kept_fault = Fault("names and pins cannot be read")
+        self._session_fault = Fault("what sessions pin is not kept")
         self._inbox = Inbox(self._store.folder)
         self._leftovers = Leftovers(self._blocks)
         self._counts = Counter[str]()
@@ -237,6 +249,7 @@ class SchedulerStore:
         self._unpinned = set[bytes]()  # keys that pinned contexts lack
         self._look_at = math.inf  # when to look for them again, by the monotonic clock
         self._dropped: dict[bytes, int] = {}  # keys, and the last arrival before
+        self._ahead: list[int] = []  # what is read ahead, in the order of contexts
         self._hits: dict[str, list[int]] = {}  # what requests would share, when last looked up
         self._checkers = started(CHECKERS, "store-check")
         self._checks: dict[int, Future[bool]] = {}
@@ -279,23 +292,32 @@ class SchedulerStore:
         """The hash by which vLLM finds a block with this record."""
         return make_block_hash_with_group_id(BlockHash(record.key), self._numbers[record.group])
 
-    def _pin(self, records: Mapping[int, Record]) -> None:
+    def _pin(self, records: Mapping[int, Record], level: int = logging.WARNING) -> None:
         """Hold the blocks of the contexts that are pinned, and no others.
+
+        Where there are too many, those of sessions give way, of which the oldest first.
 
         Args:
             records: Records of blocks that may be in the prefix cache.
+            level: How the log is told of it.
         """
         self._look_at = time.monotonic() + RETRY_S  # if reading fails
+        latest = list[bytes]()
+        with self._kept_fault.noted():
+            names = read_names(self._store.folder)
+            latest = [names[name] for name in sessions(names)]
         pins = read_pins(self._store.folder)
+        ordered = [*sorted(pins.difference(latest)), *(key for key in latest if key in pins)]
         self._look_at = math.inf
         self._unpinned = set()
-        if not pins and not self._pinned:
+        if not ordered and not self._pinned:
             return
         cached = {number: records[number] for number in records if self._cached(number)}
-        wanted, self._unpinned = pinned(pins, cached, self._groups)
-        kept = self._blocks.pinned(wanted)
+        wanted, self._unpinned = pinned(ordered, cached, self._groups)
+        kept = self._blocks.first(wanted, PINNED_SHARE)
         if len(wanted) > len(kept):
-            logger.warning(
+            logger.log(
+                level,
                 "store: %d of %d pinned blocks are kept; requests need the others.",
                 len(kept),
                 len(wanted),
@@ -345,6 +367,62 @@ class SchedulerStore:
             logger.error("store: names and pins of what is dropped stay (%s).", error)
         logger.info("store: %s %s, as asked for.", change.action, id_of(change.key))
 
+    def pin_session(self, name: str, request: Request, blocks: Sequence[Any]) -> None:
+        """Pin what is stored of a request's context, in place of what the session had pinned.
+
+        Nothing is done if nothing is stored, or if the context has been dropped meanwhile.
+
+        Args:
+            name: What the session is called in the store.
+            request: It has ended, and still has its blocks.
+            blocks: vLLM's, of the store's first group of layers.
+        """
+        stored = [n for n, block in enumerate(blocks) if block.block_id in self._stored]
+        if not stored:
+            return
+        record = self._stored[blocks[stored[-1]].block_id]
+        following = _key(request, self._end(0, record.number + 1))
+        if self._dropped.get(following, 0) < self._arrivals.of(request.request_id):
+            self._keep_session(name, record.key)
+
+    def unpin_session(self, name: str) -> None:
+        """Forget a session, and let what it has pinned be evicted."""
+        self._keep_session(name, None)
+
+    def _keep_session(self, name: str, key: bytes | None) -> None:
+        with self._session_fault.noted():
+            note_session(self._store.folder, name, key)
+            self._pin(self._stored, logging.DEBUG)
+
+    def read_ahead(self, name: str) -> None:
+        """Check what a session has pinned, and read it into memory with the steps that follow.
+
+        Args:
+            name: What the session is called in the store; one that has pinned nothing is ignored.
+        """
+        if not self._unchecked and not self._absent:
+            return
+        with self._kept_fault.noted():
+            if (key := read_names(self._store.folder).get(name)) is None:
+                return
+            records = {n: self._stored[n] for n in self._pinned if n in self._stored}
+            blocks, _ = pinned({key}, records, self._groups)
+            for number in blocks:
+                if number in self._unchecked:
+                    self._check(number)
+            self._ahead += [number for number in blocks if number not in self._ahead]
+
+    def _next_ahead(self) -> list[int]:
+        """The next blocks to be read ahead, which have been checked; not too many for a step."""
+        self._take_checks()
+        wanted = [n for n in self._ahead if n in self._absent and n in self._stored]
+        ready = [number for number in wanted if number not in self._unchecked]
+        ready = ready[: max(AHEAD_BYTES // self._store.block_bytes, 1)]
+        self._absent.difference_update(ready)
+        self._ahead = [number for number in wanted if number in self._absent]
+        self._counts["store_blocks_read_ahead"] += len(ready)
+        return ready
+
     def _read_kept(self) -> set[bytes]:
         """Keys of the contexts with names and pins; if they cannot be read, those of before."""
         with self._kept_fault.noted():
@@ -357,6 +435,8 @@ class SchedulerStore:
         held = [block for block in blocks if block in self._pinned]
         self._unpinned |= {self._stored[block].owner for block in held}
         self._blocks.free([self._pinned.pop(block) for block in held])
+        if self._retained is not None:
+            self._retained.forget(blocks)
         self._forget(blocks)
         self._leftovers.add(blocks)
         if blocks:
@@ -382,11 +462,16 @@ class SchedulerStore:
         """
         waits = False
         for number in self._hits.pop(request.request_id, ()):
-            if (record := self._unchecked.get(number)) is not None:
+            if number in self._unchecked:
                 waits = True
-                if number not in self._checks:
-                    self._checks[number] = self._checkers.submit(self._store.intact, number, record)
+                self._check(number)
         return waits
+
+    def _check(self, number: int) -> None:
+        """Have a block compared with its sum, unless that is being done."""
+        if number not in self._checks:
+            record = self._unchecked[number]
+            self._checks[number] = self._checkers.submit(self._store.intact, number, record)
 
     def _take_checks(self) -> None:
         """Take the results of checks that have ended; what is damaged leaves the prefix cache."""
@@ -437,6 +522,8 @@ class SchedulerStore:
             # Also of blocks that have just been forgotten: a request may share them already.
             self._step.load += (found := self._absent.intersection(shared))
             self._absent.difference_update(found, new)
+        if self._ahead:
+            self._step.load += self._next_ahead()
         hits = sum(block in self._restored for block in of_first)
         self._counts["store_tokens_hit"] += hits * self._groups[0].size
         if overwritten := self._stored.keys() & new:
