@@ -125,13 +125,12 @@ def _select_kernel(
     if COUNTED:
         between = pages - (budget - select)
         share = tl.minimum(tl.load(shares + seat * shares_stride + head), between)
-        unlimited = (select == 0) & (share > 0)  # by no selection
+        unlimited = (select == 0) & (share > 0)  # by no selection: all beyond the sink is window
         share = tl.where((select > 0) & ~whole, share, select)
         budget = tl.where(unlimited, pages, budget + share - select)
         select = share
-        whole = whole | unlimited
     listed = tl.minimum(pages, budget)
-    # Sink, selection and window; what is attended to as a whole is all sink.
+    # Sink, selection and window; a context within its budget is all sink.
     sink = tl.where(whole, pages, sink)
     select = tl.where(whole, 0, select)
     window = listed - sink - select

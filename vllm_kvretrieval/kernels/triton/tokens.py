@@ -24,7 +24,7 @@ from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
-TILE_TOKENS = 4096
+TILE_TOKENS = 2048
 """Tokens that a program looks at at a time to rank them all."""
 POOLED = 4
 """Parts of so many tokens that programs pool, one at a time."""
@@ -450,7 +450,7 @@ def _rank(
         GROUP=plan.scores.shape[1],
         PAGE=store.page_size,
         TILE=tile_tokens,
-        num_warps=16,
+        num_warps=8,
     )
 
 
