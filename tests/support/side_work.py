@@ -39,10 +39,14 @@ class Delayed:
 
 _launching: Any = None
 """Who takes the launches of interpreted kernels."""
+_intercepted = False
 
 
 def _intercept():
     """Let launches of kernels be taken, from now on in this process."""
+    global _intercepted
+    if _intercepted:
+        return
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
@@ -51,9 +55,7 @@ def _intercept():
         launch = partial(run, self, *args, **options)
         return launch() if _launching is None else _launching.take(launch)
 
-    taken.intercepts = True
-    if not hasattr(run, "intercepts"):
-        InterpretedFunction.run = taken
+    InterpretedFunction.run, _intercepted = taken, True
 
 
 class Interleaved:
