@@ -333,8 +333,8 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.output, header | {"settings": settings(args)} | found)
     print(f"visits: {json.dumps(found['visits'])}, {len(visitor.wrong)} wrong")
     print(f"own memory: {grown:+.1f} MiB")
-    for wrong in visitor.wrong[:10]:
-        print(wrong)
+    for what in visitor.wrong[:10]:
+        print(what)
     print(f"results: {args.output}")
     return int(bool(visitor.wrong) or grown > args.growth)
 
