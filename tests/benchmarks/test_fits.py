@@ -16,6 +16,7 @@ from benchmarks.serving import fits
 from tests.support.engine import checkpoint
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.table import DEFAULT_METHOD
 from vllm_kvretrieval.quantization import rounding
 from vllm_kvretrieval.retrieval.model_files import shape_of
 from vllm_kvretrieval.storage import tier_sizes
@@ -47,7 +48,7 @@ def world() -> Iterator[None]:
 @pytest.fixture
 def examine(world):
     """What the command finds of the smallest model."""
-    sizes = fits.DEFAULT_METHOD, [CONTEXT], [MACHINE], fits.GIB // 4
+    sizes = DEFAULT_METHOD, [CONTEXT], [MACHINE], fits.GIB // 4
     return functools.partial(fits.examine, fits.MODELS[SMOLLM2], *sizes)
 
 
@@ -86,7 +87,7 @@ def test_the_longest_context_is_the_longest(world):
     """Of a model with windows, too; a block more does not fit."""
     for name in (SMOLLM2, "Gemma-3-4B"):
         for home in fits.HOMES:
-            served = fits.Served(fits.MODELS[name], fits.DEFAULT_METHOD, home)
+            served = fits.Served(fits.MODELS[name], DEFAULT_METHOD, home)
             memory = served.needed(CONTEXT // 2)
             most = served.most(memory)
             assert CONTEXT // 2 <= most < served.longest
@@ -98,7 +99,7 @@ def test_the_longest_context_is_the_longest(world):
 def test_a_worker_plans_the_same(world):
     """What it divides has room for one request, and none for a block more."""
     for home in fits.HOMES:
-        served = fits.Served(fits.MODELS[SMOLLM2], fits.DEFAULT_METHOD, home)
+        served = fits.Served(fits.MODELS[SMOLLM2], DEFAULT_METHOD, home)
         memory = served.needed(CONTEXT)
         planner, cache = served.planner(CONTEXT), served.planned(CONTEXT)[0]
         block = cache.block_bytes * (cache.retrieval_layers + cache.dense_layers)
