@@ -1,7 +1,8 @@
 """Time and memory of whole engines that serve a model, beside vLLM alone.
 
-Every command starts engines on this machine's CPU, so a quiet machine is needed. `make models`
-builds the checkpoints. `python -m benchmarks.serving COMMAND --help` shows the options.
+Every command but `fits` starts engines on this machine's CPU, so a quiet machine is needed.
+`make models` builds the checkpoints. `python -m benchmarks.serving COMMAND --help` shows the
+options.
 """
 
 import sys
@@ -15,6 +16,7 @@ COMMANDS = {
     "load": "a server under load: first token and further ones, by requests at once",
     "disk": "decode steps with the KV cache on disk",
     "capacity": "tokens of context that fit into the same memory, with the KV cache on disk",
+    "fits": "what contexts of widely used models fit in a machine, by arithmetic alone",
     "soak": "memory and answers of a server over hours, with clients that come and go",
     "store": "time to the first token after a restart, with a store of KV caches",
     "peers": "other engines on this machine: times, memory, a pass key",

@@ -30,6 +30,7 @@ from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
 from benchmarks.tables import (
     figures,
+    fits,
     gpu,
     indexes,
     metrics,
@@ -52,11 +53,13 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "disk": places.disk,
     "drafters": speculative.drafters,
     "first": steps.first,
+    "fits": fits.contexts,
     "key_ranks": quality.key_ranks,
     "launches": gpu.launches,
     "layers": prompts.layers,
     "levels": indexes.levels,
     "linear": indexes.linear,
+    "machines": fits.machines,
     "methods": steps.methods,
     "metrics": metrics.metrics,
     "observation": prompts.observation,

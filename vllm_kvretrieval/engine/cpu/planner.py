@@ -101,7 +101,7 @@ class Planner:
         """
         specs = self.get_kv_cache_spec()
         check_retrieving(self.vllm_config, specs, self.retrieval_config, self.retrieving)
-        staging, scratch = self.staging_bytes(), self._scratch_bytes()
+        staging, scratch = self.staging_bytes(), self.scratch_bytes()
         self.tiers = self.plan_tiers(available - scratch, staging)
         if not specs:
             return available  # a stage of a pipeline without attention
@@ -134,8 +134,26 @@ class Planner:
     def plan_tiers(self, fast: int, staging: int) -> Tiers | None:
         """Sizes with a slow home, given so many bytes of fast memory; None without one."""
         config = self.retrieval_config
-        if not config.slow_home:
+        if not config.slow_home or (cache := self.cache_at_home()) is None:
             return None
+        self._home_block = cache.block_size
+        if config.home == "auto" and cache.fits_in(fast - staging, config):
+            return None
+        try:
+            return self._plan_home(config, cache, fast, staging)
+        except RetrievalConfigError as error:
+            if config.home != "auto":
+                raise
+            logger.warning("home=auto: the KV cache stays in memory. In a file: %s", error)
+            return None
+
+    def cache_at_home(self) -> Cache | None:
+        """The KV cache that a slow home would hold; None: it cannot, and the home is ``auto``.
+
+        Raises:
+            RetrievalConfigError: It cannot, and the home is not ``auto``.
+        """
+        config = self.retrieval_config
         specs = self.get_kv_cache_spec()
         cache = cache_with_slow_home(self.vllm_config, specs, config, self.retrieving)
         if cache is None:
@@ -152,17 +170,7 @@ class Planner:
                     f"attended to them, and other layers of {self.model_config.model} read them "
                     "later in a step (cross-layer KV sharing). Use codec=raw, or home=device."
                 )
-        cache = replace(cache, attended=self._attended(cache.kv_heads))
-        self._home_block = cache.block_size
-        if config.home == "auto" and cache.fits_in(fast - staging, config):
-            return None
-        try:
-            return self._plan_home(config, cache, fast, staging)
-        except RetrievalConfigError as error:
-            if config.home != "auto":
-                raise
-            logger.warning("home=auto: the KV cache stays in memory. In a file: %s", error)
-            return None
+        return replace(cache, attended=self._attended(cache.kv_heads))
 
     def _plan_home(self, config: RetrievalConfig, cache: Cache, fast: int, staging: int) -> Tiers:
         """Sizes of a slow home; raises RetrievalConfigError as ``Tiers.plan``, and where it has too
@@ -426,7 +434,7 @@ class Planner:
         model = self.model_config
         return choose_attention(self.retrieval_config, model.dtype, model.get_head_size())
 
-    def _scratch_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Bytes of the memory in which layers choose; see :meth:`Family.scratch_bytes`."""
         model, config = self.model_config, self.retrieval_config
         pages = config.prefill_queries is not None
