@@ -65,7 +65,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 SHORT = Request(prompt(70, 17), 12, {})
 EXACT = Request(prompt(200, 15), 8, {"exact": True})
 SPARSE = {
-    "freekv": Request(EXACT.prompt, 8, {}),
+    "freekv": Request(EXACT.prompt, 8, {"correction_threshold": -1.0}),
     "quest": Request(prompt(260, 18), 8, by("quest")),
     "streamingllm": Request(prompt(150, 23), 6, by("streamingllm")),
     "at every step": Request(prompt(180, 13), 8, {"correction_threshold": 1.0, "budget": 80}),
