@@ -183,8 +183,8 @@ def own_drafts(llm: LLM) -> Iterator[Callable[[], int]]:
 
     def begin(worker: Any) -> None:
         names, model = vars(drafter), worker.drafter._model
-        worker.before, worker.drafted = (names["find"], model._weights), 0
-        names["find"], model._weights = (lambda tokens: Match(len(tokens) - 1, 0)), 0
+        worker.before, worker.drafted = (names["find"], model._always), 0
+        names["find"], model._always = (lambda tokens: Match(len(tokens) - 1, 0)), 0
         draft = model.draft
 
         def counting(rows: Sequence[Any]) -> Any:
@@ -194,7 +194,7 @@ def own_drafts(llm: LLM) -> Iterator[Callable[[], int]]:
         model.draft = counting
 
     def end(worker: Any) -> None:
-        vars(drafter)["find"], worker.drafter._model._weights = worker.before
+        vars(drafter)["find"], worker.drafter._model._always = worker.before
         del worker.drafter._model.draft
         vars(worker.drafter).pop("propose", None)
 

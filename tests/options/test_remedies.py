@@ -108,7 +108,7 @@ def test_a_method_that_gpus_lack_is_refused_by_its_name(device):
         messages = {device.refusal((name, given)) for given in GIVEN}
         if all(message and "GPU" in message and f"{name} " in message for message in messages):
             (refused[name],) = messages
-    assert {"ttkv", "kivi", "kvquant", "fier", "h2o", "razor"} < refused.keys()
+    assert {"ttkv", "kivi", "kvquant", "snapkv", "h2o", "shadowkv"} < refused.keys()
     encoded = [name for name, preset in OWN.items() if preset.codec != "raw"]
     for name in encoded:
         assert f"vllm serve MODEL --attention-backend {name}." in refused[name]

@@ -230,7 +230,9 @@ def test_a_plan_of_an_earlier_start_is_no_wish_of_the_users(monkeypatch):
     own.vllm_config.cache_config.kv_cache_layout = "LBHNC"
     own.cache_config, own.model_config = own.vllm_config.cache_config, own.vllm_config.model_config
     own.scheduler_config = own.vllm_config.scheduler_config
-    own.model_runner = SimpleNamespace(retrieval_config=config(), model_memory_usage=0)
+    own.model_runner = SimpleNamespace(
+        retrieval_config=config(), model_memory_usage=0, retrieving=list
+    )
     own.requested_memory = 2 * GIB
     spec = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
     own.get_kv_cache_spec = lambda: {f"model.layers.{number}": spec for number in range(30)}

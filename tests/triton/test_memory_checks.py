@@ -89,8 +89,8 @@ CHANGES = {
     ),
     "a count that is no atomic": (
         "select",
-        'tl.atomic_add(counts + seat, 1, sem="relaxed")',
-        "tl.store(counts + seat, tl.load(counts + seat) + 1)",
+        'tl.atomic_add(counts + seat, anew, sem="relaxed")',
+        "tl.store(counts + seat, tl.load(counts + seat) + anew)",
         IN_TILES | {"group": 1},
         "threads race for counts",
     ),
