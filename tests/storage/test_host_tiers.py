@@ -231,7 +231,11 @@ def test_a_plan_of_an_earlier_start_is_no_wish_of_the_users(monkeypatch):
     own.cache_config, own.model_config = own.vllm_config.cache_config, own.vllm_config.model_config
     own.scheduler_config = own.vllm_config.scheduler_config
     own.model_runner = SimpleNamespace(
-        retrieval_config=config(), model_memory_usage=0, retrieving=list
+        retrieval_config=config(),
+        model_memory_usage=0,
+        retrieving=list,
+        roles={},
+        heads=SimpleNamespace(room=None),
     )
     own.requested_memory = 2 * GIB
     spec = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
