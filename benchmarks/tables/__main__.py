@@ -81,6 +81,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "restarts": places.restarts,
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
+    "speculative": speculative.table,
     "steps": steps.steps,
     "tokens": steps.tokens,
     "turns": quality.turns,
