@@ -152,16 +152,16 @@ class Drafter:
             most = min(options.drafts, self._longest - length - 1)
             if most <= 0:
                 continue
-            step, budget = 1.0, options.budget.total * self._config.page_size
-            if options.lossless and self._model is not None:
-                step = self._model.cost(lengths, budget)
+            model = self._model if options.lossless else None
+            budget = options.budget.total * self._config.page_size
+            step = 1.0 if model is None else model.cost(lengths, budget)
             cost = row_cost(len(lengths)) * step
             context = token_ids_cpu[place, :length]
             match = find(context)
             kind = pace.kind(match.length)
             plan = pace.plan(kind, min(most, length - match.end), cost)
-            if options.lossless and self._model is not None:
-                room = min(most, self._model.room(place) - length + 1)
+            if model is not None:
+                room = min(most, model.room(place) - length + 1)
                 own = pace.plan(MODEL, room, step + cost)
                 if own.tokens == 0 < room and step < DEAR and pace.probe(MODEL):
                     own = Plan(1, plan.rate + 1)
