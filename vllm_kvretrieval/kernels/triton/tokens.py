@@ -17,6 +17,7 @@ from vllm_kvretrieval.kernels.triton.checks import (
 from vllm_kvretrieval.kernels.triton.index import check_store
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.pooling import pool_highest, pool_pages
+from vllm_kvretrieval.kernels.triton.ranking import order_of
 from vllm_kvretrieval.kernels.triton.rows import selecting
 from vllm_kvretrieval.kernels.triton.scores import LEAST_DIMS, LOG2_E, MEMBERS, TILE
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
@@ -149,8 +150,7 @@ def _keys(pooled, token, sink, end):
     """Scores as whole numbers of the same order, uint32, and which tokens are candidates."""
     candidate = (token >= sink) & (token < end)
     score = tl.load(pooled + token, mask=candidate, other=0.0)
-    bits = (tl.where(score == score, score, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ _HIGH_BIT
+    keys = order_of(score, candidate) ^ _HIGH_BIT
     return keys.to(tl.uint32, bitcast=True), candidate
 
 
