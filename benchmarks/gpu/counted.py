@@ -194,7 +194,7 @@ def _attached(
 
 def _rows(batch: int, pages: int) -> DeviceRows:
     with NOWHERE:
-        of_row = [torch.empty(batch, dtype=torch.int32) for _ in range(6)]
+        of_row = [torch.empty(batch, dtype=torch.int32) for _ in range(7)]
         return DeviceRows(
             of_row[0],
             of_row[1],

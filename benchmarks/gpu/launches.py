@@ -168,7 +168,7 @@ def _rows(pages: int = 1) -> DeviceRows:
     one = torch.empty(1, dtype=torch.int32)
     table = torch.empty(1, pages, dtype=torch.int32)
     starts, slots = torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
-    return DeviceRows(one, one, starts, one, slots, table, one, one, one)
+    return DeviceRows(one, one, starts, one, slots, table, one, one, one, one)
 
 
 def _requests() -> DeviceRequests:

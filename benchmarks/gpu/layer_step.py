@@ -138,6 +138,7 @@ class LayerStep:
             choosers=torch.zeros(batch, dtype=torch.int32),
             fresh=torch.zeros(batch, dtype=torch.int32),
             dense_lens=torch.zeros(batch, dtype=torch.int32),
+            certain=torch.full((batch,), self.context, dtype=torch.int32),
         )
         selection = Selection.empty(
             seats=batch,
@@ -306,6 +307,7 @@ class LayerStep:
             choosers=number,
             fresh=number + 1,
             dense_lens=number,
+            certain=number + self.context,
         )
         requests = DeviceRequests(
             self.requests.table[:1].cpu(), *torch.zeros(2, 1, dtype=torch.int64)

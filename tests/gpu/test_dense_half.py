@@ -34,7 +34,7 @@ def prepared(exact: list[bool], page: int) -> DeviceRows:
             torch.randint(4 * page, PAGES * page, (count,)).int(),
             torch.zeros(count).long(),
             torch.randperm(count * PAGES).int().view(count, PAGES),
-            *torch.zeros(3, count).int(),
+            *torch.zeros(4, count).int(),
         )
     kernels.prepare_rows(rows, requests, page)
     return rows

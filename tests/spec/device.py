@@ -1,6 +1,7 @@
 """The ops of a decode step on a device, in plain torch: their specification."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -30,17 +31,21 @@ def prepare_rows(
     starts = rows.query_start.tolist()
     for row, seat in enumerate(rows.seats.tolist()):
         length, options = int(rows.seq_lens[row]), requests.table[seat]
-        active = seat >= 0 and starts[row + 1] - starts[row] == 1 and not rows.prefilling[row]
+        active = seat >= 0 and starts[row + 1] > starts[row] and not rows.prefilling[row]
+        certain = length - (starts[row + 1] - starts[row] - 1) if active else length
         active = active and bool(rows.slot_mapping[starts[row]] >= 0)
         active = active and not options[Column.EXACT]
         budget = options[[Column.SINK, Column.WINDOW, Column.SELECT]].sum()
-        beyond = bool(-(-length // page_size) > budget) and length >= least
+        beyond = bool(-(-certain // page_size) > budget) and certain >= least
         listed = active and (far or beyond)
         rows.choosers[row] = options[Column.CHOOSER] if listed else -1
-        rows.fresh[row] = listed and bool(options[Column.LAST_LEN] != length - 1)
+        last = int(options[Column.LAST_LEN])
+        within = -(-last // page_size) <= budget
+        rows.fresh[row] = 0 if not listed else 1 if last == 0 else 2 * int(within)
         rows.dense_lens[row] = int(row == 0) if listed else length
-        if listed:
-            options[Column.LAST_LEN] = length
+        rows.certain[row] = certain if listed else length
+        if seat >= 0:
+            options[Column.LAST_LEN] = certain if listed else 0
 
 
 def write_kv(
@@ -49,11 +54,38 @@ def write_kv(
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
     indexes: Sequence[IndexRecords],
+    *,
+    drafted: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`."""
     reference.write_token_major(key, value, slot_mapping, cache)
     for store in indexes:
         reference.update_index(key, slot_mapping, store)
+        if drafted and store.index is not None and store.index.grows:
+            ends = slot_mapping[slot_mapping >= 0].tolist()
+            of_page = {slot // store.page_size: slot % store.page_size + 1 for slot in ends}
+            _build_records(of_page, store)
+
+
+def _build_records(ends: Mapping[int, int], store: IndexRecords) -> None:
+    """Build the records of pages anew, from so many tokens of each."""
+    pages, tokens = (torch.tensor([*of]).int() for of in (ends.keys(), ends.values()))
+    reference.index_pages(pages, tokens, store)
+
+
+@contextmanager
+def _without_drafts(own: torch.Tensor, rows: DeviceRows, store: IndexRecords) -> Iterator[None]:
+    """Records that grow, of the last pages of rows, from the tokens that are certain."""
+    size, ends = store.page_size, {}
+    if store.index is not None and store.index.grows and rows.drafts:
+        for row in own.tolist():
+            last = int(rows.certain[row]) - 1
+            ends[int(rows.block_table[row, last // size])] = last % size + 1
+    kept = store.records.clone()
+    if ends:
+        _build_records(ends, store)
+    yield
+    store.records.copy_(kept)
 
 
 def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
@@ -77,15 +109,18 @@ def plan_decode(
         if chooser.store.index is None and chooser.selection.counts is not None:
             step.mode[step.mode == Mode.SELECT] = Mode.GIVEN
         if len(own):
-            _plan_now(query[own], step, chooser)
+            with _without_drafts(own, rows, chooser.store):
+                _plan_now(query[rows.query_start[own].long()], step, chooser)
         for i, row in enumerate(own.tolist()):
             for head in range(kv_heads):
                 pair, found = row * kv_heads + head, i * kv_heads + head
-                plan.lengths[pair] = step.lengths[found]
                 listed = step.lists[found, : -(-int(step.lengths[found]) // size)]
+                certain, length = (-(-int(of[row]) // size) for of in (rows.certain, rows.seq_lens))
+                pages = rows.block_table[row, :length]
+                listed = torch.cat([listed, pages[certain:] * kv_heads + head])
                 if plan.positions:
-                    pages = rows.block_table[row, : -(-int(step.seq_lens[i]) // size)]
                     listed = (pages == listed[:, None] // kv_heads).int().argmax(1)
+                plan.lengths[pair] = step.lengths[found] + rows.seq_lens[row] - rows.certain[row]
                 plan.lists[pair, : len(listed)] = listed
 
 
@@ -119,10 +154,15 @@ def select_ahead(
     room: ScoreRoom,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.select_ahead`."""
+    store, own = chooser.store, (rows.choosers == number).nonzero()[:, 0]
+    step = _step(own, rows, requests, store.page_size, store.kv_heads)
+    with _without_drafts(own, rows, store):
+        _select_ahead(step, chooser)
+
+
+def _select_ahead(step: DecodeRows, chooser: Chooser) -> None:
     store, selection = chooser.store, chooser.selection
     assert selection.corrected is not None
-    own = (rows.choosers == number).nonzero()[:, 0]
-    step = _step(own, rows, requests, store.page_size, store.kv_heads)
     for row, seat in enumerate(step.seats.tolist()):
         select, length = int(step.select[row]), int(step.seq_lens[row])
         if select == 0:
@@ -164,8 +204,9 @@ def plan_tokens(
                 dtype=store.dtype,
                 counts=chooser.selection.counts,
             )
-            reference.plan_decode(query[own], step, replace(chooser, selection=forgotten))
-        _take_lists(own, step, store.kv_heads, plan)
+            asked = query[rows.query_start[own].long()]
+            reference.plan_decode(asked, step, replace(chooser, selection=forgotten))
+        _take_lists(own, rows, step, store, plan)
 
 
 def filter_tokens(
@@ -188,9 +229,10 @@ def filter_tokens(
     chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
     selector = ContextSelector(store, chosen, query.shape[1] // store.kv_heads, scale)
     if len(own):
-        reference.select_context(query[own], torch.ones(len(own), 1), step, selector)
+        asked = query[rows.query_start[own].long()]
+        reference.select_context(asked, torch.ones(len(own), 1), step, selector)
         reference.list_context(step, selector, store.kv_heads)
-    _take_lists(own, step, store.kv_heads, plan)
+    _take_lists(own, rows, step, store, plan)
 
 
 def _list_pages(
@@ -203,24 +245,37 @@ def _list_pages(
     """The tokens of the first and of the last pages, for methods that select nothing."""
     size, kv_heads = store.page_size, store.kv_heads
     for row in own.tolist():
-        options, length = requests.table[rows.seats[row]], int(rows.seq_lens[row])
+        options, length = requests.table[rows.seats[row]], int(rows.certain[row])
         first = torch.arange(int(options[Column.SINK]) * size)
         begin = (-(-length // size) - int(options[Column.WINDOW])) * size
-        tokens = torch.cat([first, torch.arange(begin, length)])
-        pages = rows.block_table[row, tokens // size]
+        tokens = torch.cat([first, torch.arange(begin, int(rows.seq_lens[row]))])
         for head in range(kv_heads):
             pair = row * kv_heads + head
             plan.lengths[pair] = len(tokens)
-            plan.lists[pair, : len(tokens)] = (pages * kv_heads + head) * size + tokens % size
+            plan.lists[pair, : len(tokens)] = _numbers(tokens, row, head, rows, store)
 
 
-def _take_lists(own: torch.Tensor, step: DecodeRows, kv_heads: int, plan: DevicePlan) -> None:
-    """Lists of tokens into the plan of all rows."""
+def _numbers(
+    tokens: torch.Tensor, row: int, head: int, rows: DeviceRows, store: IndexRecords
+) -> torch.Tensor:
+    """The numbers of the tokens at some positions of a row's context, for a KV head."""
+    size = store.page_size
+    return (rows.block_table[row, tokens // size] * store.kv_heads + head) * size + tokens % size
+
+
+def _take_lists(
+    own: torch.Tensor, rows: DeviceRows, step: DecodeRows, store: IndexRecords, plan: DevicePlan
+) -> None:
+    """Lists of tokens into the plan of all rows; drafts end them."""
+    kv_heads = store.kv_heads
     for i, row in enumerate(own.tolist()):
+        drafts = torch.arange(int(rows.certain[row]), int(rows.seq_lens[row]))
         for head in range(kv_heads):
             pair, found = row * kv_heads + head, i * kv_heads + head
-            length = plan.lengths[pair] = step.lengths[found]
-            plan.lists[pair, :length] = step.lists[found, :length]
+            listed = step.lists[found, : int(step.lengths[found])]
+            listed = torch.cat([listed, _numbers(drafts, row, head, rows, store)])
+            plan.lengths[pair] = len(listed)
+            plan.lists[pair, : len(listed)] = listed
 
 
 def _step(
@@ -234,13 +289,13 @@ def _step(
     mass: bool = False,
 ) -> DecodeRows:
     """Some of the rows as :class:`DecodeRows`, which the ops of the CPU take."""
-    seats, lengths = rows.seats[own], rows.seq_lens[own]
+    seats, lengths = rows.seats[own], rows.certain[own]
     options = requests.table[seats.long()]
     sink, window, select = (
         options[:, c].contiguous() for c in (Column.SINK, Column.WINDOW, Column.SELECT)
     )
     budget = sink + window + select
-    whole, was_whole = (-(-tokens // size) <= budget for tokens in (lengths, lengths - 1))
+    whole = -(-lengths // size) <= budget
     if per_token:
         sink, window, select = sink * size, window * size, select * size
     step = DecodeRows.selecting(
@@ -255,7 +310,7 @@ def _step(
         sink=torch.where(whole, 0, sink),
         window=torch.where(whole, 0, window),
         select=torch.where(whole, 0, select),
-        fresh=((rows.fresh[own] != 0) | was_whole).to(torch.uint8),
+        fresh=(rows.fresh[own] != 0).to(torch.uint8),
         numbers={
             "threshold": options[:, Column.THRESHOLD].contiguous().view(torch.float32),
             "mass": options[:, Column.MASS].contiguous().view(torch.float32) if mass else 1.0,

@@ -37,12 +37,15 @@ def resolve(
     for row, seat in enumerate(rows.seats.tolist()):
         if rows.choosers[row] < 0:
             continue
-        if rows.fresh[row]:
+        if rows.fresh[row] == 1:
             residency.traffic[seat, Traffic.HELD] -= (held[seat] >= 0).sum()
             held[seat] = -1
-        page, offset = divmod(int(rows.seq_lens[row]) - 1, page_size)
-        for head, slot in (held[seat] == page).nonzero().tolist():
-            of_seat[seat, head, slot, offset] = torch.cat([key[row, head], value[row, head]])
+        new = range(int(rows.certain[row]) - 1, int(rows.seq_lens[row]))
+        for token, position in enumerate(new, int(rows.query_start[row])):
+            page, offset = divmod(position, page_size)
+            for head, slot in (held[seat] == page).nonzero().tolist():
+                written = torch.cat([key[token, head], value[token, head]])
+                of_seat[seat, head, slot, offset] = written
         for head in range(held.shape[1]):
             pair = row * held.shape[1] + head
             pages = -(-int(plan.lengths[pair]) // page_size)
@@ -69,7 +72,7 @@ def resolve_ahead(
         if rows.choosers[row] < 0:
             continue
         options = requests.table[seat]
-        between = -(-int(rows.seq_lens[row]) // page_size)
+        between = -(-int(rows.certain[row]) // page_size)
         between -= int(options[Column.SINK] + options[Column.WINDOW])
         if between <= options[Column.SELECT]:
             continue
@@ -151,22 +154,30 @@ def sparse_decode(
     *,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    starts: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
-    group = lse.shape[1]
+    group = lse.shape[1] // queries
     kv_heads = query.shape[1] // group
     for row, length in enumerate(lengths.tolist()):
         if length < 0:
             continue
         request, head = divmod(row, kv_heads)
         members = slice(head * group, (head + 1) * group)
-        listed = slots[slot_lists[row, : -(-length // slots.shape[1])].long()]
-        keys, values = listed.flatten(0, 1)[:length].double().chunk(2, dim=-1)
-        scores = query[request, members].double() @ keys.T * scale
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
-        if sinks is not None:  # a score without a value
-            scores = torch.cat([scores, sinks[members, None].double()], 1)
-            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-        lse[row] = scores.logsumexp(dim=-1)
-        out[request, members] = (scores.softmax(dim=-1) @ values).to(out.dtype)
+        of_row = range(request, request + 1)
+        if starts is not None:
+            of_row = range(*starts[request : request + 2].tolist())
+        for number, token in enumerate(of_row):
+            seen = max(length - (len(of_row) - 1 - number), 0)
+            listed = slots[slot_lists[row, : -(-seen // slots.shape[1])].long()]
+            keys, values = listed.flatten(0, 1)[:seen].double().chunk(2, dim=-1)
+            scores = query[token, members].double() @ keys.T * scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            if sinks is not None:  # a score without a value
+                scores = torch.cat([scores, sinks[members, None].double()], 1)
+                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+            of_query = slice(number * group, (number + 1) * group)
+            lse[row, of_query] = scores.logsumexp(dim=-1)
+            out[token, members] = (scores.softmax(dim=-1) @ values).to(out.dtype)

@@ -122,7 +122,7 @@ class Chain:
                     # Whole to begin with, soon beyond its budget, and far beyond it.
                     torch.tensor([WIDTH, CONTEXT - 3, CONTEXT - 2]).int() * PAGE - 3,
                     torch.zeros(SEATS).long(), torch.randperm(pages).int().view(SEATS, CONTEXT),
-                    *torch.zeros(3, SEATS).int(),
+                    *torch.zeros(4, SEATS).int(),
                 ),
                 DevicePlan.empty(
                     rows=SEATS, kv_heads=kv_heads, group=group, entries=CONTEXT * store.parts,

@@ -4,8 +4,9 @@ The interpreter runs them on "cpu" (triton/test_device_kernels.py), a GPU on "cu
 specification always computes on the CPU.
 """
 
+import operator
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -30,6 +31,12 @@ from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 TABLE = 40  # pages of a row's block table
+
+
+def moved_rows(rows, move):
+    """Rows whose tensors something has moved."""
+    tensors = {f.name: getattr(rows, f.name) for f in fields(rows)}
+    return replace(rows, **{n: move(t) for n, t in tensors.items() if torch.is_tensor(t)})
 
 
 def bits(threshold):
@@ -75,12 +82,12 @@ class Layer:
     def indexes(self):
         return [chooser.store for chooser in self.choosers if chooser.store.index is not None]
 
-    def write(self, key, value, slot_mapping):
+    def write(self, key, value, slot_mapping, drafted=False):
         moved = (tensor.to(self.device) for tensor in (key, value, slot_mapping))
-        self.ops.write_kv(*moved, self.cache, self.indexes)
+        self.ops.write_kv(*moved, self.cache, self.indexes, drafted=drafted)
 
     def step(self, rows, query, far, least=0):
-        moved = DeviceRows(*(getattr(rows, f.name).to(self.device) for f in fields(rows)))
+        moved = moved_rows(rows, operator.methodcaller("to", self.device))
         page = self.choosers[0].store.page_size
         self.ops.prepare_rows(moved, self.requests, page, least=least, far=far)
         arguments = query.to(self.device), moved, self.requests, self.choosers, self.plan
@@ -113,13 +120,14 @@ def decode_steps(
     counted=False,
     masses=(),
     least=(0,),
+    drafts=0,
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
     Records that need not be the specification's are copied from the kernels to it. ``least`` is of
     one step after the other. If ``counted``, KV heads select different numbers of pages, some of
     them all or none. With ``masses``, the first method's requests attend to the fewest pages that
-    reach one of these.
+    reach one of these. Requests have up to ``drafts`` drafts, of which some are accepted.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -172,7 +180,7 @@ def decode_steps(
         fused[: len(of_row)][of_row == 3] = 0.5  # all pages of its context are alike
         key, value = fused[:, 1:].chunk(2, dim=1)
         for layer in layers:
-            layer.write(key, value, mapping)
+            layer.write(key, value, mapping, drafted=drafts > 0)
 
     def write_prompts(chosen):
         """Write prompts in two chunks. The first one ends within a page, or is the whole prompt."""
@@ -183,29 +191,35 @@ def decode_steps(
 
     write_prompts(range(rows))
     query = torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    drafted = torch.zeros(rows, dtype=torch.int64)
     ahead = short = 0
     for step in range(steps):
         if step == 2:  # another request, in the place and the pages of one that has finished
             tables[0] = tables[0].flip(0)
-            of_seat[0] = spare
+            of_seat[0], drafted[0] = spare, 0
             write_prompts([0])
-        lengths += 1
-        write([(row, int(lengths[row]) - 1, int(lengths[row])) for row in range(rows)])
-        same_records(layers, lengths, tables, exact_records)
+        lengths += torch.tensor([draw.randint(0, wrong) + 1 for wrong in drafted.tolist()])
+        drafted = torch.tensor([draw.randint(0, drafts) for _ in range(rows)])
+        ends, starts = lengths + drafted, torch.zeros(rows + 1, dtype=torch.int32)
+        starts[1:] = (drafted + 1).cumsum(0)
+        write([(row, int(lengths[row]) - 1, int(ends[row])) for row in range(rows)])
+        same_records(layers, ends, tables, exact_records)
         noise = torch.randn(query.shape[0], 1, 1).abs() * torch.randn(query.shape)
         query = (query.float() * 0.8 + 0.6 * noise).to(dtype)
         prefilling = torch.zeros(rows, dtype=torch.int32)
         prefilling[5] = step == 0  # a prompt's last token
         in_rows = DeviceRows(
-            of_seat, prefilling, torch.arange(rows + 1, dtype=torch.int32), lengths.int(),
-            torch.stack([slots(r, lengths[r] - 1) for r in range(rows)]), tables,
-            *torch.full((3, rows), 99, dtype=torch.int32),
+            of_seat, prefilling, starts, ends.int(),
+            torch.cat([slots(r, torch.arange(lengths[r] - 1, ends[r])) for r in range(rows)]),
+            tables, *torch.full((4, rows), 99, dtype=torch.int32), drafts,
         )  # fmt: skip
-        in_rows.slot_mapping[6] = -1
+        in_rows.slot_mapping[starts[6] :] = -1
         shortest = least[step % len(least)]
-        expected, actual = (layer.step(in_rows, query, far, shortest) for layer in layers)
+        asked = torch.full((int(starts[-1]), *query.shape[1:]), float("nan"), dtype=dtype)
+        asked[starts[:-1].long()] = query  # those of drafts select nothing
+        expected, actual = (layer.step(in_rows, asked, far, shortest) for layer in layers)
         short += bool((expected.choosers[lengths < shortest] < 0).any())
-        for name in ("choosers", "fresh", "dense_lens"):
+        for name in ("choosers", "fresh", "dense_lens", "certain"):
             assert torch.equal(getattr(expected, name), getattr(actual, name).cpu()), name
         same_plans(layers, expected, step)
         former = layers[0].selection.chosen.clone()
@@ -254,7 +268,7 @@ def dense_lens(device, *, far):
         rows = DeviceRows(
             torch.arange(count).int(), torch.zeros(count).int(), torch.arange(count + 1).int(),
             torch.full((count,), 99).int(), torch.zeros(count).long(),
-            torch.zeros(count, 7).int(), *torch.zeros(3, count).int(),
+            torch.zeros(count, 7).int(), *torch.zeros(4, count).int(),
         )  # fmt: skip
     kernels.prepare_rows(rows, requests, 16, far=far)
     assert (rows.choosers == 0).all()
@@ -289,7 +303,7 @@ def long_contexts(
     in_rows = DeviceRows(
         torch.randperm(rows).int(), torch.zeros(rows, dtype=torch.int32),
         torch.arange(rows + 1, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), ones,
-        pages.view(rows, longest), *torch.empty(3, rows, dtype=torch.int32),
+        pages.view(rows, longest), *torch.empty(4, rows, dtype=torch.int32),
     )  # fmt: skip
     query = torch.randn(rows, group, head_size).to(dtype)
     steps = [layer.step(in_rows, query, False) for layer in layers]
@@ -356,7 +370,7 @@ def token_steps(
     in_rows = DeviceRows(
         seat, torch.zeros(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32),
         lengths.int(), torch.stack([of_row[-1] for of_row in at]), tables,
-        *torch.full((3, rows), 99, dtype=torch.int32),
+        *torch.full((4, rows), 99, dtype=torch.int32),
     )  # fmt: skip
     counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
     counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page
@@ -372,7 +386,7 @@ def token_steps(
         )  # fmt: skip
         layer.plan.scores.fill_(float("nan"))
         layer.plan.stats.fill_(float("nan"))
-        moved = DeviceRows(*(getattr(in_rows, f.name).to(layer.device) for f in fields(in_rows)))
+        moved = moved_rows(in_rows, operator.methodcaller("to", layer.device))
         layer.ops.prepare_rows(moved, layer.requests, page)
         given = query.to(layer.device), moved, layer.requests
         tiles = {} if layer.ops is reference else {"tile_tokens": 64}

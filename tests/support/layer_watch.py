@@ -6,7 +6,7 @@ order of the stream, and nobody waits. The specification works from keys in the 
 CPU, and can also answer in place of the kernels, in eager steps.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from tests.spec import device as reference
+from tests.support.device_checks import moved_rows
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.reference.index import build, keys_of
 from vllm_kvretrieval.kernels.reference.plan import entry_count
@@ -77,6 +78,7 @@ class Context:
         rows = DeviceRows(
             zero, zero, torch.tensor([0, 1]), zero + self.length, zero.long(),
             torch.arange(pages, dtype=torch.int32)[None], zero, zero + self.fresh, zero,
+            zero + self.length,
         )  # fmt: skip
         requests = DeviceRequests(self.options[None].clone(), *torch.zeros(2, 1, dtype=torch.int64))
         plan = DevicePlan.empty(
@@ -135,7 +137,7 @@ class Watch:
         """See ``DeviceOps.prepare_rows``. It runs once per step, and is no part of a graph."""
         self._complete()
         self.ops.prepare_rows(rows, requests, *args, **options)
-        copied = DeviceRows(*(getattr(rows, f.name).clone() for f in fields(rows)))
+        copied = moved_rows(rows, torch.clone)
         self.steps.append(Step(copied, requests.table.clone(), self._selection()))
 
     def take(self) -> dict[str, int]:

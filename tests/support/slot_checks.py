@@ -60,7 +60,7 @@ class Contexts:
             torch.zeros(rows, dtype=torch.int32),
             torch.zeros(rows, dtype=torch.int64),
             torch.zeros(rows, self.table_pages, dtype=torch.int32),
-            *torch.zeros(3, rows, dtype=torch.int32),
+            *torch.zeros(4, rows, dtype=torch.int32),
         )
         self.requests = DeviceRequests.empty(seats, "cpu")
         self.requests.table[:, : Column.SELECT + 1] = torch.tensor([SINK, WINDOW, select])
@@ -94,7 +94,7 @@ class Contexts:
         for row, (length, table) in self.running.items():
             self.rows.seats[row] = row
             self.rows.choosers[row] = -1 if self.draw.random() < 0.1 else 0
-            self.rows.seq_lens[row] = length
+            self.rows.seq_lens[row] = self.rows.certain[row] = length
             self.rows.block_table[row] = table
             self.running[row][0] += 1
             pages = -(-length // PAGE)

@@ -45,11 +45,17 @@ def decode(
     launches=1,
     sinks=False,
     softcap=0.0,
+    queries=1,
+    counts=None,
 ):
-    """Output and log-sum-exp of ragged lists, of which entries past the length are poison."""
+    """Output and log-sum-exp of ragged lists, of which entries past the length are poison.
+
+    ``counts`` says how many queries each request has, up to ``queries``; None: one.
+    """
     torch.manual_seed(head_size + group + splits + sum(lengths))
     rows, width = len(lengths), -(-max(*lengths, 1) // page) + 1
     requests = rows // kv_heads
+    starts = torch.tensor([0, *(counts or [1] * requests)], device=device).cumsum(0).int()
     slots = torch.randn(3 * width, page, 2 * head_size, device=device).to(dtype) * magnitude
     slots[[0, -1]] = float("nan")  # what no row may reach
     slot_lists = torch.randint(1, 3 * width - 1, (rows, width), device=device, dtype=torch.int32)
@@ -60,7 +66,8 @@ def decode(
             tail[length % page :] = float("nan")
             slots = torch.cat([slots, tail[None]])
             slot_lists[row, length // page] = len(slots) - 1
-    fused = torch.randn(requests + 1, kv_heads * group + 2, head_size, device=device).to(dtype)
+    tokens = int(starts[-1])
+    fused = torch.randn(tokens + 1, kv_heads * group + 2, head_size, device=device).to(dtype)
     query = fused[:, 2:] * magnitude
     arguments = (
         query,
@@ -70,19 +77,26 @@ def decode(
         head_size**-0.5,
     )
     workspace = DecodeWorkspace.empty(
-        rows=rows + 1, splits=splits, group=group, head_size=head_size, device=device
+        rows=rows + 1, splits=splits, group=queries * group, head_size=head_size, device=device
     )
     workspace.out.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     # Without a value, and next to nothing to much of the softmax, as a head's scores are.
     scores = 4 * torch.randn(kv_heads * group, device=device).to(dtype)
     options = {"sinks": scores if sinks else None, "softcap": softcap}
+    if counts:
+        options |= {"starts": starts, "queries": queries}
+    asked = starts.diff().repeat_interleave(kv_heads)
+    there = torch.arange(queries, device=device) < asked[:, None]
     results = []
     for op in (reference.sparse_decode, *[kernels.sparse_decode] * launches):
         out = torch.full_like(query, float("nan"))
-        lse = torch.full((rows, group), float("nan"), device=device)
+        lse = torch.full((rows, queries * group), float("nan"), device=device)
         op(*arguments, out, lse, workspace, **options)
-        results.append((out[:requests], lse))
+        assert out[tokens:].isnan().all(), "nothing else is written"
+        by_query = lse.view(rows, queries, group)
+        assert by_query[~there].isnan().all(), "nor of queries that a request lacks"
+        results.append((out[:tokens], by_query[there]))
     for actual in results[1:]:
         close(results[0], actual, dtype)
         for first, again in zip(results[1], actual, strict=True):

@@ -82,6 +82,29 @@ NOTHING = (None, 8, Pooling.SUM)
             "seed": 7,
         },
         {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 4, Pooling.SUM), NOTHING],
+            "drafts": 4,
+            "steps": 6,
+            "seed": 8,
+        },
+        {
+            "methods": [(MinMax(), 4, Pooling.MAX), (Exact(), 8, Pooling.MAX)],
+            "drafts": 9,
+            "far": True,
+            "positions": True,
+            "threshold": -1.0,
+            "steps": 6,
+            "seed": 9,
+        },
+        {
+            "methods": [(MinMax(), 8, Pooling.MEAN_SOFTMAX), (Mean(), 8, Pooling.MAX), NOTHING],
+            "masses": (0.5, 0.9),
+            "counted": True,
+            "threshold": 1.0,
+            "drafts": 5,
+            "seed": 10,
+        },
+        {
             "methods": [(LowRank(3), 16, Pooling.MEAN_SOFTMAX)],
             "group": 7,
             "kv_heads": 1,
@@ -166,6 +189,7 @@ def a_step(layer):
         choosers=one,
         fresh=one,
         dense_lens=one,
+        certain=one + 20,
     )
     query = torch.zeros(1, 6, 64, dtype=torch.bfloat16)
     return query, rows, layer.requests, layer.choosers, layer.plan

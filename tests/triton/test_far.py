@@ -111,7 +111,7 @@ class Layers:
             common.seq_lens,
             common.slot_mapping,
             common.block_table_tensor,
-            *torch.zeros(3, common.num_reqs, dtype=torch.int32),
+            *torch.zeros(4, common.num_reqs, dtype=torch.int32),
         )
         self.ops.prepare_rows(rows, self.requests, PAGE, far=self.far is not None)
         first = common.replace(

@@ -83,6 +83,32 @@ def test_sparse_decode_of_random_shapes(interpreted, seed):
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_sparse_decode_of_drafts(interpreted, seed):
+    """Requests of one to all queries, in lists whose last parts are drafts alone."""
+    draw = random.Random(seed)
+    kv_heads, queries = draw.randint(1, 3), draw.choice([2, 3, 4, 7])
+    counts = [draw.randint(1, queries) for _ in range(3)] + [queries]
+    page, head_size = draw.choice([8, 16, 32]), 16 * draw.randint(1, 16)
+    tile = 8192 // 2 ** (head_size - 1).bit_length()  # tokens that a program takes at a time
+    lengths = [draw.choice([count, draw.randint(count, 400), tile + draw.randint(1, count)])
+               for count in counts for _ in range(kv_heads)]  # fmt: skip
+    interpreted(
+        triton_checks.decode,
+        lengths=lengths,
+        kv_heads=kv_heads,
+        group=draw.randint(1, 16 // queries),
+        head_size=head_size,
+        splits=draw.choice([1, 2, 4]),
+        page=page,
+        dtype=draw.choice(triton_checks.DTYPES),
+        sinks=draw.random() < 0.5,
+        softcap=draw.choice([0.0, 30.0]),
+        queries=queries,
+        counts=counts,
+    )
+
+
 @pytest.mark.parametrize("dtype", triton_checks.DTYPES)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-4, 60.0])
 def test_extreme_values(interpreted, dtype, magnitude):
@@ -130,6 +156,8 @@ def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32):
         ({"out": torch.zeros(1, 4, 64)}, "out must be"),
         ({"workspace": decode_arguments(group=3)["workspace"]}, "workspace"),
         ({"sinks": torch.zeros(2)}, r"sinks must be \[4\]"),
+        ({"queries": 2}, "need to know where these start"),
+        ({"queries": 2, "starts": torch.zeros(2)}, "starts must be"),
     ],
 )
 def test_wrong_tensors_are_refused(changed, message):

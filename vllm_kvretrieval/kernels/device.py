@@ -25,8 +25,8 @@ class Column(IntEnum):
     ``SINK``, ``WINDOW``, ``SELECT``: pages. ``CHOOSER``: the number of one of a layer's choosers.
     ``EXACT``: nonzero if the request attends to its whole context. ``THRESHOLD``: the correction
     threshold, as the bits of a float32. ``MASS``: likewise, the share of the attention that is
-    enough. ``LAST_LEN``: tokens of the context at the last sparse step
-    of the request; 0 when the request takes its seat.
+    enough. ``LAST_LEN``: tokens of the context, without drafts, at the request's last step, if a
+    row with a chooser was its; 0: it was not, or the request takes its seat.
     """
 
     SINK = 0
@@ -74,21 +74,26 @@ class DeviceRequests:
 class DeviceRows:
     """The requests of a step in batch order, and what ``prepare_rows`` finds out; ``R`` rows.
 
+    A request that decodes may have draft tokens behind its new one, the *certain* one, by whose
+    query it selects; see :class:`DecodeRows <vllm_kvretrieval.kernels.rows.DecodeRows>`.
     Tensors are contiguous in their last dimension and keep their addresses.
 
     Attributes:
         seats: int32 [R]; the seat of each request; negative: the row is padding.
         prefilling: int32 [R]; nonzero if the tokens belong to a prompt.
         query_start: int32 [R + 1]; the place in the batch where the tokens of each row begin.
-        seq_lens: int32 [R]; tokens in the context, including those of the step.
+        seq_lens: int32 [R]; tokens in the context, including those of the step and drafts.
         slot_mapping: int64 [>= tokens]; ``page_id * page_size + offset``, negative for padding.
         block_table: int32 [R, >= pages]; page ids in context order.
         choosers: int32 [R], written: the number of the layer's chooser by which a row attends to a
             part of its context; negative: it attends to all of it, or is of a prompt or padding.
-        fresh: int32 [R], written: nonzero if the request attended to its whole context in its
-            previous step, or had none.
+        fresh: int32 [R], written: 0 if the request selected in its previous step; 2 if that listed
+            its whole context; 1 if it attended to that in another way, or there was none.
         dense_lens: int32 [R], written: ``seq_lens``, but 0 if ``choosers`` is not negative (1 in
             the first row, since FlashAttention 3 divides by the tokens of all rows).
+        certain: int32 [R], written: tokens in the context up to the certain one; of rows with a
+            chooser. In others it is ``seq_lens``.
+        drafts: The most draft tokens of a row.
     """
 
     seats: torch.Tensor
@@ -100,6 +105,8 @@ class DeviceRows:
     choosers: torch.Tensor
     fresh: torch.Tensor
     dense_lens: torch.Tensor
+    certain: torch.Tensor
+    drafts: int = 0
 
     def __len__(self) -> int:
         return self.seq_lens.shape[0]
@@ -178,13 +185,13 @@ class DeviceOps(Protocol):
     ) -> None:
         """Find out which rows of a step attend to a selection. Runs once per step.
 
-        A row does if it has a seat and a single token, the token has a place in the cache and does
-        not belong to a prompt, the request is not exact, and the context has ``least`` tokens and
-        more pages than sink, window and selection together. ``LAST_LEN`` of the request becomes the
-        length of its context.
+        A row does if it has a seat and a token, this has a place in the cache and does not belong
+        to a prompt, the request is not exact, and the context has ``least`` tokens and more pages
+        than sink, window and selection together, drafts not counted. ``LAST_LEN`` of a row with a
+        seat is written.
 
         Args:
-            rows: ``choosers``, ``fresh`` and ``dense_lens`` are written.
+            rows: ``choosers``, ``fresh``, ``dense_lens`` and ``certain`` are written.
             requests: ``table`` is written.
             page_size: Tokens per page.
             least: Tokens of the shortest contexts that are selected from, whatever their budgets.
@@ -200,6 +207,8 @@ class DeviceOps(Protocol):
         slot_mapping: torch.Tensor,
         cache: torch.Tensor,
         indexes: Sequence[IndexRecords],
+        *,
+        drafted: bool = False,
     ) -> None:
         """Write new keys and values to the cache, and take them into the page indexes of the layer.
 
@@ -216,6 +225,9 @@ class DeviceOps(Protocol):
             cache: [pages, kv_heads, page_size, 2 * head_size], written.
             indexes: The indexes of ``cache``, with records aligned to ``RECORD_ALIGNMENT`` bytes;
                 their ``records`` are written.
+            drafted: Whether tokens may take the places of rejected drafts, which have entered the
+                records of an index that grows. If so these are built anew, from the keys of their
+                entries up to the last token.
 
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature, or there
@@ -249,12 +261,12 @@ class DeviceOps(Protocol):
         <vllm_kvretrieval.kernels.ops.Ops.plan_decode>`, up to the rounding of scores. KV heads
         select here if that has them attend to their own selection; others take that of their last
         step, and have to select in :meth:`select_ahead`. A context within its budget that has a
-        chooser is listed as a whole. Bytes moved: the records of the contexts of heads that select,
-        and scores.
+        chooser is listed as a whole. Drafts of a row change nothing but that they end its list:
+        also an index that grows is scored without them. Bytes moved: the records of the contexts of
+        heads that select, and scores.
 
         Args:
-            query: [>= R, kv_heads * group, head_size]; rows may be strided. Row ``i`` holds the
-                only token of row ``i``.
+            query: [tokens, kv_heads * group, head_size]; tokens may be strided.
             rows: The rows, as ``prepare_rows`` has written them.
             requests: ``corrected`` is written.
             choosers: The choosers of the layer. Those without an index select nothing. They share
@@ -305,7 +317,7 @@ class DeviceOps(Protocol):
 
         Lists are those of :meth:`Ops.plan_decode
         <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` for rows that select tokens anew at each
-        step, up to the rounding of scores. Nothing is remembered but ``corrected``. Rows with other
+        step, up to the rounding of scores; drafts end them. Nothing is remembered but ``corrected``. Rows with other
         choosers, or none, get the length -1. Bytes moved: the records of the contexts, and scores.
 
         Args:

@@ -36,7 +36,7 @@ class DecodeWorkspace:
     All layers share it. Launches that share a workspace must run one after another.
 
     Attributes:
-        out: float32 [R, splits, group, head_size].
+        out: float32 [R, splits, group, head_size]; the group is that of all queries of a row.
         lse: float32 [R, splits, group].
         arrivals: int32 [R]; the number of parts that are done. Zero before and after every launch.
     """
@@ -170,15 +170,16 @@ class SlotOps(Protocol):
         A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
         the slot that was not used for the longest time; of equal slots the first. Missing pages, in
         the order of the list, go to these slots in their order, and have to be recalled before
-        attention. Slots of a fresh row are empty at first. Rows without a chooser are left alone.
+        attention. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a chooser are left alone.
 
-        The new key and value of a row go to the slot that holds the page of its token, if there was
-        one; recall brings them with other pages. Bytes moved: ``2 * kv_heads * head_size`` elements
-        per row, read and written; some 16 per slot and entry of a list.
+        New keys and values of a row, those of drafts among them, go to the slots that hold the
+        pages of its tokens, as far as there were any; recall brings them with other pages. Bytes
+        moved: ``2 * kv_heads * head_size`` elements per token, read and written; some 16 per slot
+        and entry of a list.
 
         Args:
-            key, value: [>= R, kv_heads, head_size]; tokens may be strided. Row ``i`` holds the only
-                token of row ``i``, if it has a chooser; it is at home already.
+            key, value: [tokens, kv_heads, head_size]; tokens may be strided. They are at home
+                already.
             plan: A plan with positions, and lists of at most ``C`` pages.
             rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
             residency: The contents of the layer's slots; written.
@@ -253,27 +254,33 @@ class SlotOps(Protocol):
         *,
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
+        starts: torch.Tensor | None = None,
+        queries: int = 1,
     ) -> None:
-        """Attention of one query token per request to the slots that each KV head lists.
+        """Attention of the queries of requests to the slots that each KV head lists.
 
         Every (request, KV head) pair is a row with a list of its own; ``R = B * kv_heads`` rows.
-        A row attends to the first ``lengths[r]`` tokens of its slots, one slot after the other.
-        Bytes moved: ``2 * head_size`` elements of slots per attended token.
+        The last query of a row attends to the first ``lengths[r]`` tokens of its slots, one slot
+        after the other, and the query before it to one token less. Bytes moved: ``2 * head_size``
+        elements of slots per token of a list, whatever the number of its queries.
 
         Args:
-            query: [>= B, kv_heads * group, head_size]; requests may be strided.
+            query: [tokens, kv_heads * group, head_size]; tokens may be strided.
             slots: [slots, page, 2 * head_size], same dtype.
             slot_lists: int32 [R, width]; entries beyond a row's length are not read.
             lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0, and the
                 log-sum-exp is the sink's, or -inf. Negative: both stay as they are.
             scale: Softmax scale.
-            out: [>= B, kv_heads * group, head_size], query's dtype, written; requests may be
-                strided.
-            lse: float32 [R, group], written: the natural logarithm of the sum of the exponentials
-                of the scaled scores. It serves to merge parts of a context.
-            workspace: A workspace of at least R rows; written.
+            out: As ``query``, with its dtype, written; tokens may be strided.
+            lse: float32 [R, queries * group], written as far as a request has queries: the natural
+                logarithm of the sum of the exponentials of the scaled scores. It serves to merge
+                parts of a context.
+            workspace: A workspace of at least R rows, of groups of ``queries * group``; written.
             sinks: [kv_heads * group]; for each query head the score of something without a value,
                 which takes its share of every softmax. None: there is none.
             softcap: Scaled scores ``s`` become ``softcap * tanh(s / softcap)``; 0: they do not.
+            starts: int32 [B + 1]; the first query of each request, and the end of the last one's.
+                None: request ``i`` has query ``i`` alone.
+            queries: The most queries of a request whose length is not negative.
         """
         ...

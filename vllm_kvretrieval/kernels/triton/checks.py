@@ -75,7 +75,8 @@ def check_rows(rows: DeviceRows) -> None:
         ValueError: Says what is wrong with which tensor.
     """
     count = len(rows)
-    for name in ("seats", "prefilling", "seq_lens", "choosers", "fresh", "dense_lens"):
+    of_rows = "seats", "prefilling", "seq_lens", "choosers", "fresh", "dense_lens", "certain"
+    for name in of_rows:
         check_list(f"rows.{name}", getattr(rows, name), (count,), torch.int32)
     check_list("rows.query_start", rows.query_start, (count + 1,), torch.int32)
     check_list("rows.slot_mapping", rows.slot_mapping, (len(rows.slot_mapping),), torch.int64)

@@ -14,11 +14,8 @@ def is_corrected(
     before,
     options,
     fresh,
-    length,
-    budget,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
     MEMBERS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
@@ -27,9 +24,7 @@ def is_corrected(
     Args:
         now, before: Pointers to the first of the head's queries, now and in its last step.
         options: Pointer to the columns of the request.
-        fresh: int32; whether the request did not attend to a selection in its last step.
-        length: Tokens of the context.
-        budget: Pages that the head attends to.
+        fresh: int32; nonzero if the request did not select in its last step.
 
     Returns:
         bool.
@@ -45,6 +40,5 @@ def is_corrected(
     norms *= tl.maximum(tl.sqrt(tl.sum(old * old, 1)), 1e-8)
     cosine = tl.sum(tl.where(members < GROUP, tl.sum(new * old, 1) / norms, 0.0), 0) / GROUP
     threshold = tl.load(options + _THRESHOLD).to(tl.float32, bitcast=True)
-    was_whole = tl.cdiv(length - 1, PAGE) <= budget
-    corrected = (fresh != 0) | was_whole | (threshold >= 1)
+    corrected = (fresh != 0) | (threshold >= 1)
     return corrected | ((threshold > -1) & (cosine < threshold))

@@ -11,7 +11,7 @@ from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, chec
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MEMBERS = 16
-"""Query heads of a tile: the fewest rows that the tensor cores multiply."""
+"""Query heads of a tile, of all queries of a row: the fewest rows that the tensor cores multiply."""
 TILE_ELEMENTS = 8192
 """Elements of keys, and as many of values, that a program takes at a time."""
 SPLITS_PER_UNIT = 2
@@ -34,13 +34,15 @@ def _sparse_decode_kernel(
     partial_lse,
     arrivals,
     sinks,
+    query_start,
     scale,  # of scores for exponentials to base 2; with a cap, of twice a score over the cap
     cap,  # for exponentials to base 2
     query_stride,
     list_stride,
     out_stride,
     kv_heads,
-    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,  # of all queries of a row
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -53,19 +55,29 @@ def _sparse_decode_kernel(
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
+    HEADS: tl.constexpr = GROUP // QUERIES
     request = (row // kv_heads).to(tl.int64)
-    first_head = row % kv_heads * GROUP
     members = tl.arange(0, MEMBERS)
     dims = tl.arange(0, DIMS)
     in_group = members < GROUP
     in_head = dims < HEAD_SIZE
+    query_of = members // HEADS  # one query after the other, each by its heads
+    queries = 1
+    if QUERIES > 1:
+        first_query = tl.load(query_start + request)
+        queries = tl.load(query_start + request + 1) - first_query
+        request = first_query.to(tl.int64)
+        in_group = in_group & (query_of < queries)
+    head = row % kv_heads * HEADS + members % HEADS
     head_mask = in_group[:, None] & in_head[None, :]
-    head_offsets = (first_head + members)[:, None] * HEAD_SIZE + dims[None, :]
-    q = tl.load(query + request * query_stride + head_offsets, mask=head_mask, other=0.0)
+    head_offsets = head[:, None] * HEAD_SIZE + dims[None, :]
+    of_query = query + (request + query_of)[:, None] * query_stride
+    q = tl.load(of_query + head_offsets, mask=head_mask, other=0.0)
 
     length = tl.load(lengths + row)
     if length < 0:
         return
+    seen = length - (queries - 1 - query_of)
     tiles = tl.cdiv(length, TILE)
     per_split = tl.cdiv(tiles, SPLITS)
     first = split * per_split
@@ -89,10 +101,16 @@ def _sparse_decode_kernel(
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        visible = valid[None, :]
+        if QUERIES > 1:
+            visible = tokens[None, :] < seen[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
-        decay = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
+        base = new_best
+        if QUERIES > 1:  # a query may see nothing of a part
+            base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp2(best - base)
+        weights = tl.exp2(scores - base[:, None])
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(
             slots + starts[:, None] + HEAD_SIZE + dims[None, :],
@@ -136,7 +154,7 @@ def _sparse_decode_kernel(
             )
             acc += tl.sum(part * tl.exp2(part_lse - reference[None, :])[:, :, None], 0)
     if SINKS:  # a score without a value
-        sink = tl.load(sinks + first_head + members, mask=in_group, other=0.0).to(tl.float32)
+        sink = tl.load(sinks + head, mask=in_group, other=0.0).to(tl.float32)
         sink *= LOG2_E
         new_best = tl.maximum(best, sink)
         decay = tl.exp2(best - new_best)
@@ -145,9 +163,8 @@ def _sparse_decode_kernel(
         best = new_best
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     result_lse = best + tl.log2(total)
-    tl.store(
-        out + request * out_stride + head_offsets, result.to(out.dtype.element_ty), mask=head_mask
-    )
+    to = out + (request + query_of)[:, None] * out_stride
+    tl.store(to + head_offsets, result.to(out.dtype.element_ty), mask=head_mask)
     tl.store(lse + row.to(tl.int64) * GROUP + members, result_lse / LOG2_E, mask=in_group)
 
 
@@ -179,6 +196,8 @@ def sparse_decode(
     *,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    starts: torch.Tensor | None = None,
+    queries: int = 1,
     tile_elements: int = TILE_ELEMENTS,
     stages: int = 5,
     warps: int = 4,
@@ -191,11 +210,11 @@ def sparse_decode(
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or a KV head
-            has more than 16 query heads.
+            has more than 16 query heads, those of all queries of a row counted.
     """
     (rows, group), (_, page, row) = lse.shape, slots.shape
     head_size = row // 2
-    kv_heads = query.shape[1] // group
+    kv_heads = query.shape[1] * queries // group
     check_units("slots", slots, query.dtype)
     check_heads("query", query, head_size, query.dtype)
     check_heads("out", out, head_size, query.dtype)
@@ -203,7 +222,13 @@ def sparse_decode(
     check_list("lengths", lengths, (rows,), torch.int32)
     check_list("lse", lse, (rows, group), torch.float32)
     if not 1 <= group <= MEMBERS:
-        raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
+        raise ValueError(
+            f"{group} query heads per KV head, of all queries: 1 to {MEMBERS} are supported"
+        )
+    if queries > 1:
+        if starts is None:
+            raise ValueError(f"rows of {queries} queries need to know where these start")
+        check_list("starts", starts, (rows // kv_heads + 1,), torch.int32)
     if workspace.out.shape[0] < rows or workspace.out.shape[2:] != (group, head_size):
         raise ValueError(
             f"the workspace {list(workspace.out.shape)} is not for {rows} rows of {group} heads of "
@@ -228,12 +253,14 @@ def sparse_decode(
         workspace.lse,
         workspace.arrivals,
         lse if sinks is None else sinks,
+        lengths if starts is None else starts,
         scale * LOG2_E.value * (2 / softcap if softcap else 1),
         softcap * LOG2_E.value,
         query.stride(0),
         slot_lists.stride(0),
         out.stride(0),
         kv_heads,
+        QUERIES=queries,
         GROUP=group,
         HEAD_SIZE=head_size,
         PAGE=page,

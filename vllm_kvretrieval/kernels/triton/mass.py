@@ -23,6 +23,7 @@ def _cut_kernel(
     block_table,
     seats,
     seq_lens,
+    certain,
     choosers,
     table,
     spared,
@@ -51,12 +52,12 @@ def _cut_kernel(
     pair = tl.program_id(0)
     row = pair // kv_heads
     head = pair % kv_heads
-    if selecting(row, seats, seq_lens, choosers, table, NUMBER, PAGE) == 0:
+    if selecting(row, seats, certain, choosers, table, NUMBER, PAGE) == 0:
         return
     seat = tl.load(seats + row).to(tl.int64)
     options = table + seat * _COLUMNS
     mass = tl.load(options + _MASS).to(tl.float32, bitcast=True)
-    length = tl.load(seq_lens + row)
+    length = tl.load(certain + row)
     pages = tl.cdiv(length, PAGE)
     sink = tl.load(options + _SINK)
     window = tl.load(options + _WINDOW)
@@ -73,10 +74,10 @@ def _cut_kernel(
     stats += pair.to(tl.int64) * (programs * 2 * GROUP)
     place = tl.arange(0, WIDTH)
     fixed = place < sink + window
-    always = tl.where(place < sink, place, pages - window + place - sink)
+    position = tl.where(place < sink, place, pages - window + place - sink)
     # Beyond the context nothing is read, and nothing has a share.
     pooled = pool_pages(
-        scores, stats, tl.where(fixed, always, pages), entries, programs, score_stride,
+        scores, stats, tl.where(fixed, position, pages), entries, programs, score_stride,
         GROUP, PARTS, STATS, POOLING,
     )  # fmt: skip
     missing = mass * GROUP - tl.sum(tl.exp2(pooled), 0)  # the shares of all pages are the group's
@@ -110,13 +111,16 @@ def _cut_kernel(
     to = lists + pair.to(tl.int64) * list_stride
     rank = tl.cumsum(enough.to(tl.int32), 0) - 1
     last = pages - window + place
+    end = tl.load(seq_lens + row)  # of drafts
+    always = place < window + tl.cdiv(end, PAGE) - pages
     if not POSITIONS:
         of_row = block_table + row.to(tl.int64) * table_stride
         page = tl.load(of_row + page, mask=enough, other=0) * kv_heads + head
-        last = tl.load(of_row + last, mask=place < window, other=0) * kv_heads + head
+        last = tl.load(of_row + last, mask=always, other=0) * kv_heads + head
     tl.store(to + sink + rank, page, mask=enough)
-    tl.store(to + sink + found + place, last, mask=place < window)
-    tl.store(lengths + pair, (sink + found + window - 1) * PAGE + (length - 1) % PAGE + 1)
+    tl.store(to + sink + found + place, last, mask=always)
+    told = (sink + found + window - 1) * PAGE + (length - 1) % PAGE + 1
+    tl.store(lengths + pair, told + end - length)
     tl.atomic_add(spared + seat, (select - found).to(tl.int64), sem="relaxed")  # nobody waits
 
 
@@ -143,6 +147,7 @@ def cut_lists(
         rows.block_table,
         rows.seats,
         rows.seq_lens,
+        rows.certain,
         rows.choosers,
         requests.table,
         requests.spared,

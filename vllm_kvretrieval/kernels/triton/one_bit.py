@@ -92,7 +92,8 @@ def _score_bits_kernel(
     records,
     block_table,
     seats,
-    seq_lens,
+    certain,
+    query_start,
     choosers,
     table,
     scores,
@@ -118,16 +119,16 @@ def _score_bits_kernel(
     programs = tl.num_programs(1)
     row = pair // kv_heads
     head = pair % kv_heads
-    if selecting(row, seats, seq_lens, choosers, table, NUMBER, PAGE) == 0:
+    if selecting(row, seats, certain, choosers, table, NUMBER, PAGE) == 0:
         return
     PARTS: tl.constexpr = PAGE // ENTRY
     BLOCKS: tl.constexpr = DIMS // _BLOCK
-    entries = tl.load(seq_lens + row) // ENTRY
+    entries = tl.load(certain + row) // ENTRY
     members = tl.arange(0, MEMBERS)
     dims = tl.arange(0, DIMS)
     in_group = members < GROUP
     in_head = dims < HEAD_SIZE
-    of_query = query + row.to(tl.int64) * query_stride
+    of_query = query + tl.load(query_start + row).to(tl.int64) * query_stride
     of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
     q = tl.load(of_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
     pages = block_table + row.to(tl.int64) * table_stride
@@ -193,7 +194,8 @@ def score_bits(
         records,
         rows.block_table,
         rows.seats,
-        rows.seq_lens,
+        rows.certain,
+        rows.query_start,
         rows.choosers,
         requests.table,
         plan.scores,

@@ -33,6 +33,8 @@ def _resolve_kernel(
     choosers,
     fresh,
     seq_lens,
+    certain,
+    query_start,
     block_table,
     held,
     stamp,
@@ -70,7 +72,7 @@ def _resolve_kernel(
     if AHEAD:
         options = table + seat * _COLUMNS
         select = tl.load(options + _SELECT)
-        between = tl.cdiv(tl.load(seq_lens + row), PAGE)
+        between = tl.cdiv(tl.load(certain + row), PAGE)
         between -= tl.load(options + _SINK) + tl.load(options + _WINDOW)
         if between <= select:
             return
@@ -89,20 +91,24 @@ def _resolve_kernel(
     held_before = tl.sum((page >= 0).to(tl.int32), 0)
     unused = now - tl.load(stamp + slot, mask=mine, other=0)
     if not AHEAD:
-        if tl.load(fresh + row) != 0:
+        if tl.load(fresh + row) == 1:
             page = tl.full([SLOTS], -1, tl.int32)
             tl.store(held + slot, page, mask=mine)
-        # The step's token, to the slot of its page.
-        last = tl.load(seq_lens + row) - 1
-        found = tl.max(tl.where(page == last // PAGE, slot, -1), 0)
-        if found >= 0:
-            dims = tl.arange(0, DIMS)
-            read = head * HEAD_SIZE + dims
-            at = slots + (found.to(tl.int64) * PAGE + last % PAGE) * (2 * HEAD_SIZE) + dims
-            k = tl.load(key + row.to(tl.int64) * key_stride + read, mask=dims < HEAD_SIZE)
-            tl.store(at, k, mask=dims < HEAD_SIZE)
-            v = tl.load(value + row.to(tl.int64) * value_stride + read, mask=dims < HEAD_SIZE)
-            tl.store(at + HEAD_SIZE, v, mask=dims < HEAD_SIZE)
+        # The step's tokens, to the slots of their pages.
+        first = tl.load(certain + row) - 1
+        from_token = tl.load(query_start + row).to(tl.int64)
+        for draft in tl.range(0, tl.load(seq_lens + row) - first):
+            at = first + draft
+            found = tl.max(tl.where(page == at // PAGE, slot, -1), 0)
+            if found >= 0:
+                dims = tl.arange(0, DIMS)
+                token = from_token + draft
+                read = head * HEAD_SIZE + dims
+                to = slots + (found.to(tl.int64) * PAGE + at % PAGE) * (2 * HEAD_SIZE) + dims
+                k = tl.load(key + token * key_stride + read, mask=dims < HEAD_SIZE)
+                tl.store(to, k, mask=dims < HEAD_SIZE)
+                v = tl.load(value + token * value_stride + read, mask=dims < HEAD_SIZE)
+                tl.store(to + HEAD_SIZE, v, mask=dims < HEAD_SIZE)
     entry = tl.arange(0, WIDTH)
     in_list = entry < listed
     tl.store(slot_lists + entry, tl.full([WIDTH], -1, tl.int32), mask=in_list)
@@ -262,6 +268,8 @@ def _launch(
         rows.choosers,
         rows.fresh,
         rows.seq_lens,
+        rows.certain,
+        rows.query_start,
         rows.block_table,
         residency.held,
         residency.stamp,

@@ -16,14 +16,14 @@ _LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
 
 
 @triton.jit
-def selecting(row, seats, seq_lens, choosers, table, NUMBER: tl.constexpr, PAGE: tl.constexpr):
+def selecting(row, seats, certain, choosers, table, NUMBER: tl.constexpr, PAGE: tl.constexpr):
     """Whether a row selects by the method of a number; not if its context is within its budget."""
     own = tl.load(choosers + row) == NUMBER
     options = table + tl.load(seats + row) * _COLUMNS
     select = tl.load(options + _SELECT, mask=own, other=0)
     budget = tl.load(options + _SINK, mask=own, other=0)
     budget += tl.load(options + _WINDOW, mask=own, other=0) + select
-    return own & (select > 0) & (tl.cdiv(tl.load(seq_lens + row), PAGE) > budget)
+    return own & (select > 0) & (tl.cdiv(tl.load(certain + row), PAGE) > budget)
 
 
 @triton.jit(do_not_specialize=["least"])
@@ -37,6 +37,7 @@ def _prepare_kernel(
     choosers,
     fresh,
     dense_lens,
+    certain,
     least,
     PAGE: tl.constexpr,
     FAR: tl.constexpr,
@@ -45,7 +46,8 @@ def _prepare_kernel(
     seat = tl.load(seats + row)
     length = tl.load(seq_lens + row)
     first = tl.load(query_start + row)
-    active = (seat >= 0) & (tl.load(query_start + row + 1) - first == 1)
+    tokens = tl.load(query_start + row + 1) - first
+    active = (seat >= 0) & (tokens > 0)
     active = active & (tl.load(prefilling + row) == 0)
     active = active & (tl.load(slot_mapping + first, mask=active, other=-1) >= 0)
     options = table + seat * _COLUMNS
@@ -54,15 +56,18 @@ def _prepare_kernel(
     budget += tl.load(options + _WINDOW, mask=active, other=0)
     budget += tl.load(options + _SELECT, mask=active, other=0)
     listed = active
+    known = length - tl.where(active, tokens - 1, 0)
     if not FAR:
-        listed = listed & (tl.cdiv(length, PAGE) > budget) & (length >= least)
+        listed = listed & (tl.cdiv(known, PAGE) > budget) & (known >= least)
     chooser = tl.load(options + _CHOOSER, mask=listed, other=-1)
     last = tl.load(options + _LAST_LEN, mask=listed, other=0)
+    since = tl.where(last == 0, 1, tl.where(tl.cdiv(last, PAGE) <= budget, 2, 0))
     tl.store(choosers + row, chooser)
-    tl.store(fresh + row, (listed & (last != length - 1)).to(tl.int32))
+    tl.store(fresh + row, tl.where(listed, since, 0))
     # FlashAttention 3 divides by the tokens of all rows, so the first row keeps one.
     tl.store(dense_lens + row, tl.where(listed, (row == 0).to(tl.int32), length))
-    tl.store(options + _LAST_LEN, length, mask=listed)
+    tl.store(certain + row, tl.where(listed, known, length))
+    tl.store(options + _LAST_LEN, tl.where(listed, known, 0), mask=seat >= 0)
 
 
 def prepare_rows(
@@ -94,6 +99,7 @@ def prepare_rows(
         rows.choosers,
         rows.fresh,
         rows.dense_lens,
+        rows.certain,
         least,
         PAGE=page_size,
         FAR=far,

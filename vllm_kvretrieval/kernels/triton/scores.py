@@ -64,9 +64,11 @@ def _score_keys(
 def _score_kernel(
     query,
     records,
+    cache,
     block_table,
     seats,
-    seq_lens,
+    certain,
+    query_start,
     choosers,
     fresh,
     table,
@@ -87,6 +89,7 @@ def _score_kernel(
     KIND: tl.constexpr,
     RECORD: tl.constexpr,  # elements
     GROWS: tl.constexpr,
+    DRAFTED: tl.constexpr,  # whether records that grow may have drafts
     RANK: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -108,7 +111,7 @@ def _score_kernel(
     seat = tl.load(seats + row).to(tl.int64)
     options = table + seat * _COLUMNS
     select = tl.load(options + _SELECT)
-    length = tl.load(seq_lens + row)
+    length = tl.load(certain + row)
     budget = tl.load(options + _SINK) + tl.load(options + _WINDOW) + select
     if (select == 0) | (tl.cdiv(length, PAGE) <= budget):
         return
@@ -119,11 +122,10 @@ def _score_kernel(
         if tl.load(corrected + seat * kv_heads + head) != 0:
             return
     else:
-        asked = query + row.to(tl.int64) * query_stride + of_head
+        asked = query + tl.load(query_start + row).to(tl.int64) * query_stride + of_head
         selects = is_corrected(
-            asked, before, options, tl.load(fresh + row), length, budget,
-            GROUP, HEAD_SIZE, PAGE, MEMBERS, CHANNELS,
-        )  # fmt: skip
+            asked, before, options, tl.load(fresh + row), GROUP, HEAD_SIZE, MEMBERS, CHANNELS
+        )
         selects = selects.to(tl.int32)
         if COUNTED:  # all that lies between sink and window, of which there is more each time
             between = tl.cdiv(length, PAGE) - (budget - select)
@@ -158,6 +160,16 @@ def _score_kernel(
             second = tl.maximum(wide, 0.0).to(first.dtype)
             first = tl.minimum(wide, 0.0).to(first.dtype)
     pages = block_table + row.to(tl.int64) * table_stride
+    if DRAFTED and KIND == MIN_MAX:  # of the last entry the bounds of its certain keys
+        last = entries - 1
+        left = tl.where(last // TILE % programs == program, length - last * ENTRY, 0)
+        unit = tl.load(pages + last // PARTS).to(tl.int64) * kv_heads + head
+        token = tl.arange(0, ENTRY)
+        keys = (unit * PAGE + last % PARTS * ENTRY + token) * (2 * HEAD_SIZE)
+        read = (dims < HEAD_SIZE)[:, None] & (token < left)[None, :]
+        key = tl.load(cache + keys[None, :] + dims[:, None], mask=read, other=0.0).to(tl.float32)
+        low_key = tl.min(tl.where(read, key, float("inf")), 1).to(first.dtype)
+        high_key = tl.max(tl.where(read, key, float("-inf")), 1).to(first.dtype)
     best = tl.full([MEMBERS], float("-inf"), tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
     for tile in tl.range(program, tl.cdiv(entries, TILE), programs, num_stages=STAGES):
@@ -184,12 +196,17 @@ def _score_kernel(
             at = (records + record)[None, :] + dims[:, None]
             read = (dims < HEAD_SIZE)[:, None] & valid[None, :]
             field = tl.load(at, mask=read, other=0.0)
+            if DRAFTED and KIND == MIN_MAX:
+                bounded = read & (entry == last)[None, :]
+                field = tl.where(bounded, low_key[:, None], field)
             scored = tl.dot(first, field, out_dtype=tl.float32)
             if KIND == BOUNDING:
                 at = (records + record + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
                 scored += second[:, None] * tl.load(at, mask=valid, other=0.0)[None, :]
             elif KIND != MEAN and KIND != REPRESENTATIVE:
                 field = tl.load(at + HEAD_SIZE, mask=read, other=0.0)
+                if DRAFTED and KIND == MIN_MAX:
+                    field = tl.where(bounded, high_key[:, None], field)
                 scored += tl.dot(second, field, out_dtype=tl.float32)
             scored *= scale_log2
         scored = tl.where(valid[None, :] & (scored == scored), scored, float("-inf"))
@@ -239,9 +256,11 @@ def score_entries(
     _score_kernel[(len(rows) * store.kv_heads, programs)](
         query,
         records,
+        store.cache,
         rows.block_table,
         rows.seats,
-        rows.seq_lens,
+        rows.certain,
+        rows.query_start,
         rows.choosers,
         rows.fresh,
         requests.table,
@@ -262,6 +281,7 @@ def score_entries(
         KIND=KINDS[type(index)],
         RECORD=store.records.shape[2] // records.element_size(),
         GROWS=index.grows,
+        DRAFTED=rows.drafts > 0,
         RANK=rank,
         GROUP=group,
         HEAD_SIZE=store.head_size,

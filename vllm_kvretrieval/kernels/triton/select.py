@@ -64,6 +64,8 @@ def _select_kernel(
     block_table,
     seats,
     seq_lens,
+    certain,
+    query_start,
     choosers,
     table,
     counts,
@@ -117,7 +119,7 @@ def _select_kernel(
         mine = mine & (select != 0)
     if mine == 0:
         return
-    length = tl.load(seq_lens + row)
+    length = tl.load(certain + row)
     pages = tl.cdiv(length, PAGE)
     sink = tl.load(options + _SINK)
     budget = sink + tl.load(options + _WINDOW) + select
@@ -138,8 +140,10 @@ def _select_kernel(
     of_row = block_table + row.to(tl.int64) * table_stride
     to = lists + pair.to(tl.int64) * list_stride
     if not AHEAD:
-        tl.store(lengths + pair, (listed - 1) * PAGE + (length - 1) % PAGE + 1)
-        fixed = (place < sink) | ((place >= sink + select) & (place < listed))
+        ends = tl.load(seq_lens + row)  # after the window come drafts, and the pages of these
+        tl.store(lengths + pair, (listed - 1) * PAGE + (length - 1) % PAGE + 1 + ends - length)
+        more = tl.cdiv(ends, PAGE) - pages
+        fixed = (place < sink) | ((place >= sink + select) & (place < listed + more))
         position = tl.where(place < sink, place, pages - listed + place)
         unit = position
         if not POSITIONS:
@@ -159,7 +163,8 @@ def _select_kernel(
         dims = tl.arange(0, DIMS)
         mask = (members < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
         offsets = (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
-        now = tl.load(query + row.to(tl.int64) * query_stride + offsets, mask=mask, other=0.0)
+        asked = query + tl.load(query_start + row).to(tl.int64) * query_stride
+        now = tl.load(asked + offsets, mask=mask, other=0.0)
         tl.store(previous + seat * (kv_heads * GROUP * HEAD_SIZE) + offsets, now, mask=mask)
         if before_attention == 0:
             _list_selected(held, of_row, to + sink, select, kv_heads, head, POSITIONS, WIDTH)
@@ -295,6 +300,8 @@ def _launch(
         rows.block_table,
         rows.seats,
         rows.seq_lens,
+        rows.certain,
+        rows.query_start,
         rows.choosers,
         requests.table,
         requests.corrected,

@@ -45,7 +45,8 @@ def _score_tokens_kernel(
     cache,
     block_table,
     seats,
-    seq_lens,
+    certain,
+    query_start,
     choosers,
     table,
     scores,
@@ -70,14 +71,14 @@ def _score_tokens_kernel(
     programs = tl.num_programs(1)
     row = pair // kv_heads
     head = pair % kv_heads
-    if selecting(row, seats, seq_lens, choosers, table, NUMBER, PAGE) == 0:
+    if selecting(row, seats, certain, choosers, table, NUMBER, PAGE) == 0:
         return
-    length = tl.load(seq_lens + row)
+    length = tl.load(certain + row)
     members = tl.arange(0, MEMBERS)
     dims = tl.arange(0, DIMS)
     in_group = members < GROUP
     in_head = dims < HEAD_SIZE
-    of_query = query + row.to(tl.int64) * query_stride
+    of_query = query + tl.load(query_start + row).to(tl.int64) * query_stride
     of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
     q = tl.load(of_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
     pages = block_table + row.to(tl.int64) * table_stride
@@ -108,7 +109,7 @@ def _pool_kernel(
     scores,
     stats,
     seats,
-    seq_lens,
+    certain,
     choosers,
     table,
     score_stride,
@@ -126,10 +127,10 @@ def _pool_kernel(
     """Pooled scores take the place of those of the first query head."""
     of_list = tl.program_id(0)
     row = of_list if SHARED else of_list // kv_heads
-    if selecting(row, seats, seq_lens, choosers, table, NUMBER, PAGE) == 0:
+    if selecting(row, seats, certain, choosers, table, NUMBER, PAGE) == 0:
         return
     pair = (row * kv_heads if SHARED else of_list).to(tl.int64)
-    tokens = tl.load(seq_lens + row) // ENTRY * ENTRY
+    tokens = tl.load(certain + row) // ENTRY * ENTRY
     scores += pair * (GROUP * score_stride)
     stats += pair * (programs * 2 * GROUP)
     for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, TILE), tl.num_programs(1)):
@@ -169,6 +170,7 @@ def _rank_kernel(
     block_table,
     seats,
     seq_lens,
+    certain,
     choosers,
     table,
     corrected,
@@ -196,7 +198,8 @@ def _rank_kernel(
     own = (chooser >= 0) & (((NUMBERS >> tl.maximum(chooser, 0)) & 1) != 0)
     seat = tl.load(seats + row)
     options = table + seat * _COLUMNS
-    length = tl.load(seq_lens + row)
+    length = tl.load(certain + row)
+    drafts = tl.load(seq_lens + row) - length  # which come after the window
     sink = tl.load(options + _SINK, mask=own, other=0) * PAGE
     select = tl.load(options + _SELECT, mask=own, other=0) * PAGE
     # Windows of methods of tokens have as many tokens; others have the last pages.
@@ -207,18 +210,18 @@ def _rank_kernel(
     if COUNTED:
         count = tl.load(counts + seat.to(tl.int64) * counts_stride + first, mask=own, other=0)
         select = tl.where(select > 0, tl.minimum(count, end - sink), 0)
-    total = tl.where(own, sink + select + window, -1)
+    total = tl.where(own, sink + select + window + drafts, -1)
     for head in tl.range(heads):
         tl.store(lengths + pair + head, total)
     if own == 0:
         return
     of_row = block_table + row.to(tl.int64) * table_stride
     lists += pair * list_stride
-    for begin in tl.range(0, sink + window, TILE):
+    for begin in tl.range(0, sink + window + drafts, TILE):
         fixed = begin + tl.arange(0, TILE)
         token = tl.where(fixed < sink, fixed, end + fixed - sink)
         place = tl.where(fixed < sink, fixed, fixed + select)
-        there = fixed < sink + window
+        there = fixed < sink + window + drafts
         _list_tokens(lists, list_stride, of_row, place, token, there, first, heads, kv_heads, PAGE)
     if select == 0:
         return
@@ -345,7 +348,8 @@ def score_tokens(
         store.cache,
         rows.block_table,
         rows.seats,
-        rows.seq_lens,
+        rows.certain,
+        rows.query_start,
         rows.choosers,
         requests.table,
         plan.scores,
@@ -395,7 +399,7 @@ def pool_tokens(
         plan.scores,
         plan.stats,
         rows.seats,
-        rows.seq_lens,
+        rows.certain,
         rows.choosers,
         requests.table,
         plan.scores.stride(1),
@@ -433,6 +437,7 @@ def _rank(
         rows.block_table,
         rows.seats,
         rows.seq_lens,
+        rows.certain,
         rows.choosers,
         requests.table,
         requests.corrected,

@@ -32,6 +32,7 @@ def _write_kernel(
     DIMS: tl.constexpr,
     WRITES: tl.constexpr,
     GROWS: tl.constexpr,
+    DRAFTED: tl.constexpr,  # whether records may have rejected drafts
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -58,7 +59,15 @@ def _write_kernel(
         record = row[:, None] + dims[None, :]
         low = k.to(tl.float32)
         high = low
-        if offset != 0:
+        if DRAFTED:
+            for other in tl.range(0, offset):
+                row = ((slot // PAGE * kv_heads + heads) * PAGE + slot % PAGE - 1 - other) * (
+                    2 * HEAD_SIZE
+                )
+                held = tl.load(cache + row[:, None] + dims[None, :], mask=mask).to(tl.float32)
+                low = tl.minimum(low, held)
+                high = tl.maximum(high, held)
+        elif offset != 0:
             low = tl.minimum(low, tl.load(records + record, mask=mask).to(tl.float32))
             held = tl.load(records + record + HEAD_SIZE, mask=mask)
             high = tl.maximum(high, held.to(tl.float32))
@@ -83,6 +92,8 @@ def write_kv(
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
     indexes: Sequence[IndexRecords],
+    *,
+    drafted: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`.
 
@@ -122,6 +133,7 @@ def write_kv(
             DIMS=triton.next_power_of_2(head_size),
             WRITES=number == 0,
             GROWS=grown is not None,
+            DRAFTED=drafted,
             enable_fp_fusion=True,
         )
     for store in indexes:
