@@ -126,7 +126,7 @@ def decode_step(
         impl = _attached(config, shape, noted, batch, context)
         pages = -(-context // config.page_size)
         rows = _rows(batch, pages)
-        step = RetrievalMetadata(None, SimpleNamespace(), batch, rows, sparse=True)
+        step = RetrievalMetadata(None, SimpleNamespace(), batch, rows=rows, sparse=True)
         heads = shape.kv_heads * shape.group
         with NOWHERE:
             fused = torch.empty(batch, heads + 2 * shape.kv_heads, shape.head_size, dtype=DTYPE)
@@ -175,7 +175,9 @@ def _attached(
     size = pages, shape.kv_heads, config.page_size, 2 * shape.head_size
     cache = torch.empty(size, dtype=DTYPE, device=NOWHERE)
     room = Capacity(config, [shape.kv_heads], context)
-    requests: Any = SimpleNamespace(capacity=batch, room=room, counts_of=lambda name: None)
+    requests: Any = SimpleNamespace(
+        capacity=batch, room=room, counts_of=lambda name: None, drafts=0
+    )
     kept = layers.RetrievalLayers(kernels, config, requests, context, NOWHERE)
     builder: Any = SimpleNamespace(
         attach=lambda *args: None,

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.options.test_refusals import TRANSFER, configure, pattern  # noqa: F401
+from tests.support.drafter import speculation
 from tests.support.model_configs import LLAMA
 from vllm_kvretrieval.attention.cpu import refusals as cpu_refusals
 from vllm_kvretrieval.attention.cuda import refusals
@@ -25,6 +26,7 @@ from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
+from vllm_kvretrieval.platforms.cuda import CudaRetrieval
 from vllm_kvretrieval.platforms.requests import RetrievalRequestError, check_request
 from vllm_kvretrieval.retrieval import needs
 
@@ -45,6 +47,7 @@ def runner(monkeypatch):
 
     monkeypatch.setattr(cpu_refusals, "check_engine", check_engine)
     monkeypatch.delattr(CpuRetrieval, "finer_options")
+    monkeypatch.setattr(CpuRetrieval, "add_drafter", CudaRetrieval.add_drafter)
     return runner
 
 
@@ -64,6 +67,12 @@ def bench(**extra: Any) -> dict[str, Any]:
 def test_methods_that_are_served(configure, method):  # noqa: F811
     config = configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
     assert config.attention_config.backend.name == method.upper()
+
+
+def test_drafts_that_are_served(configure):  # noqa: F811
+    """As many as the kernel has rows for."""
+    for method in ("ngram", "ngram_gpu"):
+        configure(LLAMA, speculative_config={"method": method, "num_speculative_tokens": 7})
 
 
 def test_other_methods_beside_them(configure):  # noqa: F811
@@ -161,11 +170,34 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "kv_retrieval.prefill_budget=1024 is not served on a GPU yet: prefill exactly, with "
         "prefill_budget left out.",
     ),
-    "speculation": (
+    "drafter": (
         LLAMA,
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "freekv does not verify drafts on a GPU yet; leave --speculative-config out, or serve on a "
-        "CPU.",
+        {"speculative_config": speculation(2)},
+        "freekv does not verify the drafts of 'custom_class' on a GPU yet; use ngram or ngram_gpu "
+        "as the method of --speculative-config, or leave that out.",
+    ),
+    "many drafts": (
+        LLAMA,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}},
+        "num_speculative_tokens=8 of --speculative-config: freekv verifies drafts by 16 queries "
+        "per KV head on a GPU, and * has 2 for each token; use 7 at most.",
+    ),
+    "many drafts of ours": (
+        LLAMA,
+        retrieval(drafts=9),
+        "kv_retrieval.drafts=9: freekv verifies drafts by 16 queries per KV head on a GPU, and * "
+        "use 7 at most.",
+    ),
+    "drafts of large groups": (
+        LLAMA | {"num_attention_heads": 16, "head_dim": 32},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
+        "* has 16 for each token; leave it out.",
+    ),
+    "drafts of methods that drop tokens": (
+        LLAMA,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}}
+        | retrieval(also=["snapkv"]),
+        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops",
     ),
 }
 
@@ -261,6 +293,17 @@ def test_a_number_of_a_request_that_its_methods_may_not_have_on_a_gpu(configure)
         LLAMA, attention_backend="kvretrieval", **retrieval(also=["twilight"])
     )
     check_request(owner, named, None, needs.GPU)
+
+
+def test_requests_for_fewer_drafts(configure):  # noqa: F811
+    """A GPU drafts for all requests of a step alike."""
+    owner = type("Owner", (), {})()
+    owner.vllm_config = configure(LLAMA, **retrieval(drafts=3))
+    check_request(owner, {"kv_retrieval": {"drafts": 3}}, None, needs.GPU)
+    check_request(owner, {"kv_retrieval": {"drafts": 2}}, None, needs.CPU)
+    for given in ({"drafts": 2}, {"lossless": True}):
+        with pytest.raises(RetrievalRequestError, match="drafts for all requests alike, 3 tokens"):
+            check_request(owner, {"kv_retrieval": given}, None, needs.GPU)
 
 
 def test_a_mass_in_contexts_that_are_ranked_in_parts(configure):  # noqa: F811

@@ -42,7 +42,8 @@ def prepare_rows(
         last = int(options[Column.LAST_LEN])
         within = -(-last // page_size) <= budget
         rows.fresh[row] = 0 if not listed else 1 if last == 0 else 2 * int(within)
-        rows.dense_lens[row] = int(row == 0) if listed else length
+        staged = far and seat >= 0 and rows.prefilling[row] and starts[row + 1] - starts[row] > 1
+        rows.dense_lens[row] = int(row == 0) if listed or staged else length
         rows.certain[row] = certain if listed else length
         if seat >= 0:
             options[Column.LAST_LEN] = certain if listed else 0

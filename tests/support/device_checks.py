@@ -332,11 +332,13 @@ def token_steps(
     dtype=torch.bfloat16,
     pages=12,
     counted=False,
+    drafts=0,
     seed=0,
 ):
     """Single tokens of a step's rows: selected by each KV head, or by a filter for all of them.
 
-    If ``counted``, KV heads select different numbers of tokens, some of them all or none.
+    If ``counted``, KV heads select different numbers of tokens, some of them all or none. Rows have
+    up to ``drafts`` drafts.
 
     The rows: of three lengths, one whose tokens are all alike, of a method that selects nothing, of
     a method of pages, exact, and padding.
@@ -352,6 +354,9 @@ def token_steps(
     ]
     tables = torch.randperm(rows * pages).view(rows, pages).int()
     lengths = torch.tensor([9 * page + 1, 11 * page - 3, 12 * page, *[10 * page + 5] * 5])
+    drafted = torch.tensor([drafts, drafts - 1, *[0, 1, 2, drafts, 1, 0]]) * min(drafts, 1)
+    ends, starts = lengths + drafted, torch.zeros(rows + 1, dtype=torch.int32)
+    starts[1:] = (drafted + 1).cumsum(0)
     seat = torch.randperm(seats)[:rows].int()
     seat[7] = -1
     table = torch.zeros(seats, 8, dtype=torch.int32)
@@ -362,15 +367,15 @@ def token_steps(
     table[seat[6].long(), Column.EXACT] = 1
     table[:, Column.THRESHOLD] = bits(1.0)
     at = [tables[r, torch.arange(n) // page].long() * page + torch.arange(n) % page
-          for r, n in enumerate(lengths.tolist())]  # fmt: skip
+          for r, n in enumerate(ends.tolist())]  # fmt: skip
     mapping = torch.cat([*at, torch.tensor([-1])])
     fused = torch.randn(len(mapping), 2 * kv_heads + 1, head_size).to(dtype)
     fused[sum(map(len, at[:3])) :][: len(at[3])] = 0.5
-    query = 3 * torch.randn(rows, kv_heads * group, head_size).to(dtype)
+    query = 3 * torch.randn(int(starts[-1]), kv_heads * group, head_size).to(dtype)
+    new = [of_row[length - 1 :] for of_row, length in zip(at, lengths.tolist(), strict=True)]
     in_rows = DeviceRows(
-        seat, torch.zeros(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32),
-        lengths.int(), torch.stack([of_row[-1] for of_row in at]), tables,
-        *torch.full((4, rows), 99, dtype=torch.int32),
+        seat, torch.zeros(rows, dtype=torch.int32), starts, ends.int(), torch.cat(new), tables,
+        *torch.full((4, rows), 99, dtype=torch.int32), drafts,
     )  # fmt: skip
     counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
     counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page
@@ -402,7 +407,7 @@ def token_steps(
         else:
             chosen = {number[name]: layer.choosers[number[name]] for name in ("tokens", "none")}
             layer.ops.plan_tokens(*given, chosen, layer.plan, **tiles)
-    same_entries(layers[0].indexes[0], layers[1].indexes[0], lengths, tables)
+    same_entries(layers[0].indexes[0], layers[1].indexes[0], ends, tables)
     ours, theirs = (layer.plan.lengths.view(rows, kv_heads).cpu() for layer in layers)
     assert torch.equal(ours, theirs)
     told = [3 * page, 12 * page] if counted else [7 * page] * 2
@@ -410,8 +415,8 @@ def token_steps(
     wholly = (
         page + lengths[4] - (lengths[4] - 1) // page * page + page
     )  # and two pages, a part full
-    wanted = [*(n * page for n in (7, 8, 7, 7)), int(wholly), -1, -1, -1]
-    assert counted or ours[:, 0].tolist() == wanted
+    wanted = torch.tensor([*(n * page for n in (7, 8, 7, 7)), int(wholly), -1, -1, -1])
+    assert counted or ours[:, 0].equal((wanted + drafted * (wanted > 0)).int())
     for pair, length in enumerate(layers[0].plan.lengths.tolist()):
         a, b = (layer.plan.lists[pair, : max(length, 0)].cpu() for layer in layers)
         assert torch.equal(a, b), (pair, (a != b).sum())

@@ -90,6 +90,13 @@ def drive(requests):
     return drive(_engine, requests)
 
 
+def alone(request):
+    """See ``tests.support.engine.alone``."""
+    from tests.support.engine import alone
+
+    return alone(_engine, request)
+
+
 def in_worker(function):
     """What a function of a module returns that the worker has called with itself."""
     return _engine.collective_rpc(function)[0]
@@ -198,6 +205,32 @@ def plant(name):
     from tests.support import device_faults
 
     device_faults.plant(name)
+
+
+def follow(*args, **options):
+    """See ``tests.support.drafter.Scripted.follow``; the drafts so far."""
+    scripted = _runner().speculator.scripted
+    drafted = scripted.drafted
+    scripted.follow(*args, **options)
+    return drafted
+
+
+def trace(tokens):
+    """What the only request so far has left, of ``tokens`` tokens in its context.
+
+    Keys, values and records of the pages that it has filled, and what layers remember of it.
+    """
+    runner, left = _runner(), []
+    for impl in runner.retrieval_layers.impls.values():
+        pages = runner.block_tables.input_block_tables[0][
+            0, : tokens // impl.choosers[0].store.page_size
+        ]
+        left.append(impl.units.unflatten(0, (-1, impl.num_kv_heads))[pages.long()].clone())
+        for store in impl.indexes:
+            left.append(store.records.unflatten(0, (-1, store.parts))[pages.long()].clone())
+        held = impl.choosers[0].selection
+        left += [held.query[0].clone(), held.chosen[0].clone(), held.corrected[0].clone()]
+    return left
 
 
 def metrics():

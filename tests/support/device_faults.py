@@ -6,6 +6,7 @@ Each is what a broken kernel, or a forgotten call of one, would do in every laye
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -92,8 +93,8 @@ class NoIndex(Sound):
 
     layer = ("lists", "records")
 
-    def write_kv(self, key, value, slot_mapping, cache, indexes):
-        kernels.write_kv(key, value, slot_mapping, cache, ())
+    def write_kv(self, key, value, slot_mapping, cache, indexes, **options):
+        kernels.write_kv(key, value, slot_mapping, cache, (), **options)
         for store in indexes:
             store.records.zero_()
 
@@ -104,9 +105,10 @@ class StaleIndex(Sound):
     layer = ("records",)
     answers = False  # what is decoded here is in the window
 
-    def write_kv(self, key, value, slot_mapping, cache, indexes):
+    def write_kv(self, key, value, slot_mapping, cache, indexes, **options):
         decodes = len(slot_mapping) <= MOST_ROWS
-        kernels.write_kv(key, value, slot_mapping, cache, () if decodes else indexes)
+        taken = () if decodes else indexes
+        kernels.write_kv(key, value, slot_mapping, cache, taken, **options)
 
 
 class NoMerge(Sound):
@@ -171,6 +173,45 @@ class NoTail(Sound):
         kernels.resolve(key, value, plan, rows, residency, recalls, elsewhere, slot_lists)
 
 
+class DraftsInRecords(Sound):
+    """Records keep what rejected drafts have left in them."""
+
+    def write_kv(self, key, value, slot_mapping, cache, indexes, **options):
+        kernels.write_kv(key, value, slot_mapping, cache, indexes)
+
+
+class DraftsInScores(Sound):
+    """Pages are scored by drafts, too."""
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        kernels.plan_decode(query, replace(rows, drafts=0), requests, choosers, plan)
+
+
+class LastQuery(Sound):
+    """The query of the last draft selects."""
+
+    def plan_decode(self, query, rows, requests, choosers, plan):
+        ends = rows.query_start.clone()
+        ends[:-1] = rows.query_start[1:] - 1
+        rows = replace(rows, query_start=ends.clamp(min=0))
+        kernels.plan_decode(query, rows, requests, choosers, plan)
+
+
+class DraftsCount(Sound):
+    """Drafts are taken for tokens that are certain."""
+
+    def prepare_rows(self, rows, requests, page_size, **options):
+        kernels.prepare_rows(rows, requests, page_size, **options)
+        rows.certain.copy_(rows.seq_lens)
+
+
+DRAFT_FAULTS: dict[str, type[Sound]] = {
+    "drafts in records": DraftsInRecords,
+    "drafts in scores": DraftsInScores,
+    "the last query": LastQuery,
+    "drafts count": DraftsCount,
+}
+"""What would let rejected drafts leave a trace."""
 FAULTS: dict[str, type[Sound]] = {
     "nothing selected": NothingSelected,
     "last step's list": LastStepsList,
@@ -191,7 +232,7 @@ def plant(name):
     """Let an engine of this process use these ops, from now on."""
     from tests.support.device_worker import DeviceRunner
 
-    DeviceRunner.side.ops._ops = Sound() if name is None else FAULTS[name]()
+    DeviceRunner.side.ops._ops = Sound() if name is None else (FAULTS | DRAFT_FAULTS)[name]()
 
 
 @contextmanager

@@ -42,5 +42,11 @@ class DevicePlatform(RetrievalPlatform, GraphPlatform):
     setting = GPU
 
     @classmethod
+    def add_drafter(cls, vllm_config, config):
+        from vllm_kvretrieval.engine.cuda.drafting import add_drafter
+
+        add_drafter(vllm_config, config)
+
+    @classmethod
     def retrieval_backend(cls, backend, selector, num_heads):
         return backend.get_path()

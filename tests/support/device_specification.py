@@ -54,8 +54,8 @@ class Checked:
         reference.select_ahead(rows, requests, number, expected, room)
         assert torch.equal(chooser.selection.chosen, expected.selection.chosen)
 
-    def write_kv(self, key, value, slot_mapping, cache, indexes):
-        kernels.write_kv(key, value, slot_mapping, cache, indexes)
+    def write_kv(self, key, value, slot_mapping, cache, indexes, *, drafted=False):
+        kernels.write_kv(key, value, slot_mapping, cache, indexes, drafted=drafted)
         written = slot_mapping[slot_mapping >= 0]
         for store in indexes:
             size = store.entry_tokens

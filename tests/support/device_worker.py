@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 
-from tests.support import device_launches
+from tests.support import device_drafts, device_launches
 from tests.support.device_dense import Dense
 from tests.support.device_graphs import ReplayManager
 from tests.support.side_work import Interleaved
@@ -24,6 +24,10 @@ class DeviceRunner(RetrievalModelRunner, model_runner.CPUModelRunner):
     ops: ClassVar[Any] = side.ops
     make_side = staticmethod(lambda device: DeviceRunner.side)
     map_home = staticmethod(lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+
+    def __init__(self, *args):
+        with mock.patch.object(gpu_model_runner, "init_speculator", device_drafts.init):
+            super().__init__(*args)
 
     def initialize_kv_cache(self, *args, **options):
         with mock.patch.object(gpu_model_runner, "ModelCudaGraphManager", ReplayManager):

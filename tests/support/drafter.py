@@ -17,8 +17,11 @@ class Scripted:
     """Drafts texts that it is told, some tokens of which it spoils; at first it drafts nothing.
 
     Attributes:
+        least: How many tokens it drafts at least.
         drafted: How many tokens it has drafted, and how many of those as the text has them.
     """
+
+    least = 0
 
     def __init__(self, vllm_config: Any) -> None:
         self.most = vllm_config.num_speculative_tokens
@@ -54,7 +57,7 @@ class Scripted:
         ]
 
     def _draft(self, context: np.ndarray) -> list[int]:
-        count = int(self._lengths.integers(0, self.most + 1))
+        count = int(self._lengths.integers(self.least, self.most + 1))
         right = self._lengths.random(self.most)[:count] < self.right
         drafts = self._wrong.integers(0, self.vocabulary, self.most)[:count]
         for text in self.texts:

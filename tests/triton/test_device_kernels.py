@@ -147,6 +147,8 @@ def test_long_contexts(interpreted, index, entry, pooling, lengths):
         {"pooling": Pooling.MAX, "head_size": 80, "entry": 8, "dtype": torch.float16, "seed": 1},
         {"counted": True, "seed": 4},
         {"filters": True, "seed": 2},
+        {"drafts": 3, "seed": 5},
+        {"filters": True, "drafts": 5, "seed": 6},
         {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
     ],
 )

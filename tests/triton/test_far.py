@@ -103,7 +103,8 @@ class Layers:
         """All layers; queries, keys and values are given for each."""
         lead = common.num_reqs
         if self.far is not None:
-            lead = self.tier.begin_step(common, reads_written=reads_written)
+            staged = common.is_prefilling.numpy() & (np.diff(common.query_start_loc_cpu) > 1)
+            lead = self.tier.begin_step(common, staged, reads_written=reads_written)
         rows = DeviceRows(
             torch.from_numpy(common.req_idx).int(),
             common.is_prefilling.int(),
@@ -298,7 +299,8 @@ def test_addresses_are_aligned(count):
     far = Layers(AtOnce())
     tables = [list(range(3 * row, 3 * row + 3)) for row in range(count + 1)]
     rows = [(table, 5, 20 if row else 1) for row, table in enumerate(tables)]
-    assert far.tier.begin_step(prompts(*rows), reads_written=False) == 1
+    staged = np.array([tokens > 1 for *_, tokens in rows])
+    assert far.tier.begin_step(prompts(*rows), staged, reads_written=False) == 1
     (wave,) = far.staging.waves
     half = wave.metadata
     of_kernel = wave.block_table, wave.lengths, wave.starts, wave.slot_mapping

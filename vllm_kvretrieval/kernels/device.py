@@ -89,8 +89,9 @@ class DeviceRows:
             part of its context; negative: it attends to all of it, or is of a prompt or padding.
         fresh: int32 [R], written: 0 if the request selected in its previous step; 2 if that listed
             its whole context; 1 if it attended to that in another way, or there was none.
-        dense_lens: int32 [R], written: ``seq_lens``, but 0 if ``choosers`` is not negative (1 in
-            the first row, since FlashAttention 3 divides by the tokens of all rows).
+        dense_lens: int32 [R], written: ``seq_lens``, but 0 if ``choosers`` is not negative, or if
+            the cache is slow to read and the row has several tokens of a prompt (1 in the first
+            row, since FlashAttention 3 divides by the tokens of all rows).
         certain: int32 [R], written: tokens in the context up to the certain one; of rows with a
             chooser. In others it is ``seq_lens``.
         drafts: The most draft tokens of a row.
@@ -317,8 +318,9 @@ class DeviceOps(Protocol):
 
         Lists are those of :meth:`Ops.plan_decode
         <vllm_kvretrieval.kernels.ops.Ops.plan_decode>` for rows that select tokens anew at each
-        step, up to the rounding of scores; drafts end them. Nothing is remembered but ``corrected``. Rows with other
-        choosers, or none, get the length -1. Bytes moved: the records of the contexts, and scores.
+        step, up to the rounding of scores; drafts end them. Nothing is remembered but
+        ``corrected``. Rows with other choosers, or none, get the length -1. Bytes moved: the
+        records of the contexts, and scores.
 
         Args:
             query, rows, requests: See :meth:`plan_decode`. Contexts of rows with a chooser are

@@ -170,7 +170,8 @@ class SlotOps(Protocol):
         A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
         the slot that was not used for the longest time; of equal slots the first. Missing pages, in
         the order of the list, go to these slots in their order, and have to be recalled before
-        attention. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a chooser are left alone.
+        attention. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a chooser
+        are left alone.
 
         New keys and values of a row, those of drafts among them, go to the slots that hold the
         pages of its tokens, as far as there were any; recall brings them with other pages. Bytes

@@ -28,10 +28,9 @@ DRAFTS: Any = option(
     Kind(f"0 to {MOST} tokens", _require_drafts),
     "the most tokens that are drafted for a request at a step, for the next step to verify; they "
     "are what followed the context's last tokens where these stood before, and as many as are "
-    "likely to be right; 0: none",
+    "likely to be right (on a GPU always the most); 0: none",
     f"0; with `lossless` {USUAL}, with a slow home {USUAL_OF_SLOW_HOME}",
     neutral=0,
-    on_gpu="leave it out",
     more="speculative-decoding.md",
 )
 LOSSLESS_SWITCH: Any = option(

@@ -1,11 +1,15 @@
 """vLLM's CUDA platforms with retrieval."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
+from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 from vllm_kvretrieval.retrieval.needs import GPU
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class CudaRetrieval(RetrievalPlatform):
@@ -19,6 +23,12 @@ class CudaRetrieval(RetrievalPlatform):
     @classmethod
     def check_preset(cls, method: str, options: Any) -> None:
         importlib.import_module(cls.refusals).check_preset(method, options)
+
+    @classmethod
+    def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+        from vllm_kvretrieval.engine.cuda.drafting import add_drafter
+
+        add_drafter(vllm_config, config)
 
     @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:

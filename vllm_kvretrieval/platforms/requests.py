@@ -76,6 +76,11 @@ def check_request(
                 f"kv_retrieval.{known.name}={number} is not served on {setting.name} yet; leave it "
                 f"out{', or name a method that has one of its own' if instead else ''}."
             )
+    if setting.drafts_alike and (options.drafts != config.drafts or options.lossless):
+        raise RetrievalRequestError(
+            f"{setting.name} drafts for all requests alike, {config.drafts} tokens here: leave "
+            "kv_retrieval.drafts and lossless out. For full attention's answers ask for exact=True."
+        )
     spares = options.prefill_budget is not None and (config.prefill_depth or 1) < 1
     if spares and prompt_logprobs is not None:
         raise RetrievalRequestError(

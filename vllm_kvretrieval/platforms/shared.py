@@ -67,7 +67,7 @@ class RetrievalPlatform(Platform):
 
     @classmethod
     def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-        """Let vLLM ask our drafter for tokens; on platforms whose table of options has ``drafts``.
+        """Let vLLM draft tokens, for the option ``drafts``.
 
         Raises:
             RetrievalConfigError: The engine cannot have it; says why and what to do.

@@ -61,11 +61,13 @@ class Setting:
         name: Its name in messages.
         lacks: The needs that it does not serve.
         of_methods: Needs that a request may not bring, by a number, where its method lacks them.
+        drafts_alike: Whether all requests of a step have as many drafts.
     """
 
     name: str
     lacks: Mapping[Need, Lack]
     of_methods: frozenset[Need] = frozenset()
+    drafts_alike: bool = False
 
     def check(self, methods: Iterable["Method"], name: str = "", where: str = "") -> None:
         """Refuse methods that need what the setting lacks.
@@ -112,6 +114,7 @@ GPU = Setting(
         }.items()
     },
     frozenset({Need.MASS}),
+    drafts_alike=True,
 )
 GPU_HOST = Setting(
     "home=host",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -76,15 +77,13 @@ class FarTier:
         self.far.append(FarLayer(self, len(self.far), home, slots))
         return self.far[-1]
 
-    def begin_step(self, common: CommonAttentionMetadata, *, reads_written: bool) -> int:
-        """Before every step, the replay of a graph included; see :meth:`Staging.begin_step`.
-
-        Returns:
-            How many rows come before those that have several tokens, whose contexts are staged.
-        """
+    def begin_step(
+        self, common: CommonAttentionMetadata, staged: np.ndarray, *, reads_written: bool
+    ) -> int:
+        """Before every step, the replay of a graph included; see :meth:`Staging.begin_step`."""
         self.step.add_(1)
         self._counts.zero_()
-        return self.staging.begin_step(common, reads_written=reads_written)
+        return self.staging.begin_step(common, staged, reads_written=reads_written)
 
     def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
         """The units that a layer misses, and those that it recalls ahead."""
@@ -139,7 +138,7 @@ class FarLayer:
             room: See ``DeviceOps.select_ahead``.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
-            rules: The model's rules of attention; see ``SlotOps.sparse_decode``.
+            rules: Whose the queries are, and the model's rules; see ``SlotOps.sparse_decode``.
         """
         tier, ops = self._tier, self._tier.ops
         for method in methods:
@@ -188,7 +187,7 @@ class FarLayer:
         output: torch.Tensor,
         *scales: torch.Tensor | None,
     ) -> None:
-        """Attention of the rows with several tokens, whose contexts are staged.
+        """Attention of the rows whose contexts are staged.
 
         Args:
             half: The dense half.

@@ -149,7 +149,9 @@ class RetrievalAttentionImpl(AttentionImpl):
     ) -> None:
         """Write new keys and values to the cache, and take them into the layer's indexes."""
         if self.methods:
-            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes)
+            assert self.workspace is not None
+            drafted = self.workspace.queries > 1
+            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes, drafted=drafted)
         else:
             self.half.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
@@ -221,7 +223,7 @@ class RetrievalAttentionImpl(AttentionImpl):
                 lse,
                 self.scale,
                 output,
-                **self._rules,
+                **self._of_queries(rows),
             )
             return
         for method in self.methods:
@@ -238,7 +240,7 @@ class RetrievalAttentionImpl(AttentionImpl):
             output,
             lse,
             partial,
-            **self._rules,
+            **self._of_queries(rows),
         )
 
     def _look_ahead(self, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom) -> None:
@@ -246,7 +248,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             if method.looks_ahead:
                 method.choose_ahead(self.ops, rows, requests, room)
 
-    @property
-    def _rules(self) -> dict[str, Any]:
-        """The model's own rules of attention; see ``SlotOps.sparse_decode``."""
-        return {"sinks": self.half.sinks, "softcap": self.half.logits_soft_cap or 0.0}
+    def _of_queries(self, rows: DeviceRows) -> dict[str, Any]:
+        """Whose the queries are, and the model's own rules; see ``SlotOps.sparse_decode``."""
+        assert self.workspace is not None
+        rules = {"sinks": self.half.sinks, "softcap": self.half.logits_soft_cap or 0.0}
+        return rules | {"starts": rows.query_start, "queries": self.workspace.queries}

@@ -19,17 +19,17 @@ from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.kernels.device import DeviceOps, DeviceRequests, DeviceRows
 
-SINGLE_TOKENS = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM = AttentionCGSupport.UNIFORM_BATCH
+"""Graphs are of rows of one token each, or of one token and all drafts each."""
 PER_ROW = (
     "seq_lens",
     "block_table_tensor",
-    "slot_mapping",
-    "positions",
     "is_prefilling",
     "seq_lens_cpu_upper_bound",
     "req_idx",
 )
-"""Fields of vLLM's metadata with an entry for every row, or token where rows have one each."""
+PER_TOKEN = "slot_mapping", "positions"
+"""Fields of vLLM's metadata with an entry for every row, and for every token."""
 
 
 @dataclass
@@ -41,7 +41,8 @@ class RetrievalMetadata(AttentionMetadata):
         rest: The same of the rows that lead, but the contexts of those that attend to a selection
             are empty; None where no layer of the group retrieves, or no row leads.
         lead: How many rows that is: all, or where contexts are staged, those before the staged
-            ones, which have one token each.
+            ones; see ``Staging.begin_step``.
+        tokens: How many tokens these have; None: all.
         rows: Which rows these are, on the device.
         sparse: Whether there may be any. Said for steps that are no replay of a graph.
     """
@@ -49,14 +50,9 @@ class RetrievalMetadata(AttentionMetadata):
     whole: Any
     rest: Any = None
     lead: int = 0
+    tokens: int | None = None
     rows: DeviceRows | None = None
     sparse: bool = False
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the rows that lead; None: of all rows."""
-        assert self.rows is not None
-        return None if self.lead == len(self.rows) else self.lead
 
 
 class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
@@ -89,7 +85,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         dense = cls.dense.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
-        return min(dense, SINGLE_TOKENS, key=lambda support: support.value)
+        return min(dense, UNIFORM, key=lambda support: support.value)
 
     def attach(
         self,
@@ -116,7 +112,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self.table: DeviceRequests = requests.device_table()
         shape = requests.capacity, self.device
         seats = torch.empty(2, shape[0], dtype=torch.int32, device=shape[1])
-        written = torch.empty(3, shape[0], dtype=torch.int32, device=shape[1])
+        written = torch.empty(4, shape[0], dtype=torch.int32, device=shape[1])
         self._seats, self._written = seats, written
 
     def build(
@@ -146,12 +142,18 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self.ops.prepare_rows(rows, self.table, self.page_size, least=least, far=far)
         lead = common.num_reqs
         if self.tier is not None:
-            lead = self.tier.begin_step(common, reads_written=self.requests.may_read_written())
+            tokens = np.diff(common.query_start_loc_cpu.numpy()[: lead + 1])
+            lead = self.tier.begin_step(
+                common,
+                self.requests.of_prompts(tokens),
+                reads_written=self.requests.may_read_written(),
+            )
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
         return RetrievalMetadata(
             build_whole(common_attn_metadata=common, **options),
             build_rest(common_attn_metadata=masked, **options) if lead else None,
             lead,
+            None if lead == common.num_reqs else masked.num_actual_tokens,
             rows,
             captured or self.requests.may_be_sparse(),
         )
@@ -172,7 +174,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     def _rows(self, common: CommonAttentionMetadata) -> DeviceRows:
         count = common.num_reqs
         seats, prefilling = self._seats[:, :count]
-        choosers, fresh, dense_lens = self._written[:, :count]
+        choosers, fresh, dense_lens, certain = self._written[:, :count]
         return DeviceRows(
             seats=seats,
             prefilling=prefilling,
@@ -183,19 +185,24 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             choosers=choosers,
             fresh=fresh,
             dense_lens=dense_lens,
+            certain=certain,
+            drafts=self.requests.drafts,
         )
 
 
 def first_rows(common: CommonAttentionMetadata, count: int) -> CommonAttentionMetadata:
-    """The first rows of a step, of one token each; all of them as they are."""
+    """The first rows of a step; all of them as they are."""
     if count == common.num_reqs:
         return common
-    given = {name: getattr(common, name) for name in PER_ROW}
+    starts = common.query_start_loc_cpu[: count + 1]
+    tokens = int(starts[-1])
+    parts = dict.fromkeys(PER_ROW, count) | dict.fromkeys(PER_TOKEN, tokens)
+    given = {name: getattr(common, name) for name in parts}
     return common.replace(
         num_reqs=count,
-        num_actual_tokens=count,
-        max_query_len=1,
+        num_actual_tokens=tokens,
+        max_query_len=max(starts.diff().tolist(), default=1),
         query_start_loc=common.query_start_loc[: count + 1],
-        query_start_loc_cpu=common.query_start_loc_cpu[: count + 1],
-        **{name: field[:count] for name, field in given.items() if field is not None},
+        query_start_loc_cpu=starts,
+        **{name: field[: parts[name]] for name, field in given.items() if field is not None},
     )

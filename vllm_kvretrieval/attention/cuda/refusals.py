@@ -18,7 +18,7 @@ from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
-from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
+from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, SPECULATION, Need
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ CAPABILITY = 8, 0
 """The oldest GPUs that the kernels are compiled for."""
 MOST_TOKENS = 128
 """Tokens of the largest pages that the kernels are tested with."""
+DRAFTERS = "ngram", "ngram_gpu"
+"""Methods of vLLM's ``--speculative-config`` that its V2 runner drafts by without a model; they are
+the same there, but that only with the second a step is scheduled while another one runs."""
 BENCH = "DecodeBenchConnector"
 
 
@@ -44,11 +47,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_options(config)
     refusals.check_engine(vllm_config, config)
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
-    if vllm_config.speculative_config is not None:
-        raise RetrievalConfigError(
-            f"{method} does not verify drafts on a GPU yet; leave --speculative-config out, or "
-            "serve on a CPU."
-        )
+    check_speculation(vllm_config, config)
     if not vllm_config.use_v2_model_runner:
         raise RetrievalConfigError(
             f"{method} on a GPU needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER, and "
@@ -58,13 +57,14 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         raise RetrievalConfigError(
             f"{method} does not support microbatches; leave --enable-dbo and --ubatch-size out."
         )
-    check_home(config, sleeps=model.enable_sleep_mode)
+    drafts = vllm_config.num_speculative_tokens
+    check_home(config, sleeps=model.enable_sleep_mode, drafts=drafts)
     check_methods(config)
     if parallel.tensor_parallel_size > 1 and config.filter_heads != "own":
         FILTERS_ALONE.check(
             config.methods.values(), f"--tensor-parallel-size {parallel.tensor_parallel_size}"
         )
-    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    group = query_heads(vllm_config)
     if group > MOST_IN_GROUP:
         raise RetrievalConfigError(
             f"{method} does not support {group} query heads per KV head, as {model.model} has, but "
@@ -86,6 +86,51 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
                 f"kv_retrieval.page_size={config.page_size}; use {most}, or larger pages."
             )
     check_connector(vllm_config, config)
+
+
+def query_heads(vllm_config: "VllmConfig") -> int:
+    """Query heads of a KV head."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+
+
+def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse drafters, and engines with drafts, that are not served here.
+
+    Raises:
+        RetrievalConfigError: Says what stands in the way and what to change.
+    """
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None:
+        return
+    if speculative.method not in DRAFTERS:
+        raise RetrievalConfigError(
+            f"{config.method} does not verify the drafts of {speculative.method!r} on a GPU yet; "
+            f"use {' or '.join(DRAFTERS)} as the method of --speculative-config, or leave that out."
+        )
+    obstacles = {
+        f"the states of {model.model}": model.is_hybrid,
+        "--pipeline-parallel-size": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "a KV connector": has_foreign_connector(vllm_config),
+    }
+    for obstacle, present in obstacles.items():
+        if present:
+            raise RetrievalConfigError(
+                f"{config.method} does not verify drafts beside {obstacle} on a GPU yet; leave one "
+                "out."
+            )
+    SPECULATION.check(config.methods.values())
+    group, drafts = query_heads(vllm_config), vllm_config.num_speculative_tokens
+    by = f"num_speculative_tokens={drafts} of --speculative-config"
+    if config.drafts:
+        by = f"kv_retrieval.drafts={drafts}"
+    most = MOST_IN_GROUP // group - 1
+    if drafts > most:
+        use = f"use {most} at most" if most > 0 else "leave it out"
+        raise RetrievalConfigError(
+            f"{by}: {config.method} verifies drafts by {MOST_IN_GROUP} queries per KV head on a "
+            f"GPU, and {model.model} has {group} for each token; {use}."
+        )
 
 
 def check_preset(name: str, options: Any) -> None:
@@ -158,12 +203,13 @@ def check_options(config: RetrievalConfig) -> None:
             )
 
 
-def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
+def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> None:
     """Refuse a home that is none of a GPU's, and what one in host memory cannot do.
 
     Args:
         config: Options of the engine.
         sleeps: Whether vLLM's sleep mode is on.
+        drafts: The most draft tokens of a request in a step.
     """
     if config.home == "disk":
         raise RetrievalConfigError(
@@ -187,12 +233,12 @@ def check_home(config: RetrievalConfig, *, sleeps: bool) -> None:
         )
     if config.slow_home:
         GPU_HOST.check(config.methods.values(), f"kv_retrieval.home={config.home}")
-    pages = config.budget_limit // config.page_size
+    pages = -(-(config.budget_limit + drafts) // config.page_size)
     if config.slow_home and pages > MOST_SLOTS:
         raise RetrievalConfigError(
             f"kv_retrieval.home={config.home} serves budgets of up to {MOST_SLOTS} pages, and "
-            f"{config.budget_limit} tokens have {pages} of page_size={config.page_size}; lower "
-            "budget (or max_budget), or use larger pages."
+            f"{config.budget_limit + drafts} tokens have {pages} of page_size={config.page_size}; "
+            "lower budget (or max_budget), or use larger pages."
         )
 
 

@@ -71,40 +71,45 @@ class Staging:
         self._homes.append(home)
         return len(self._homes) - 1
 
-    def begin_step(self, common: CommonAttentionMetadata, *, reads_written: bool) -> int:
+    def begin_step(
+        self, common: CommonAttentionMetadata, staged: np.ndarray, *, reads_written: bool
+    ) -> int:
         """Divide a step's rows.
 
         Args:
             common: vLLM's metadata of the step.
+            staged: bool [rows]; which rows are of prompts, with several tokens: their contexts are
+                staged.
             reads_written: Whether a row may read what another row writes in this step. Then no
                 context comes to the device before its layer has written the step's tokens.
 
         Returns:
-            How many rows come before those that are staged: they have one token each.
+            How many rows lead: those before the staged ones, but all where others follow these.
 
         Raises:
             ValueError: A context is longer than a buffer.
         """
         self._waves, self._ahead, self._reads_written = [], None, reads_written
         starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1].astype(np.int64)
-        tokens = np.diff(starts)
-        several = np.flatnonzero(tokens > 1)
-        if not len(several):
+        if not staged.any():
             return common.num_reqs
-        first = int(several[0])
+        first = int(staged.argmax())
         assert common.seq_lens_cpu_upper_bound is not None
         lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs].astype(np.int64)
         pages, room = -(-lens // self.page_size), self._buffers.shape[1]
-        if pages[first:].max() > room:
+        if pages[staged].max() > room:
             raise ValueError(f"a context of {pages.max()} pages, and buffers of {room}")
         begin, taken = first, 0
         for row in range(first, common.num_reqs + 1):
-            if row == common.num_reqs or taken + pages[row] > room:
+            ends = row == common.num_reqs or not staged[row]
+            if begin < row and (ends or taken + pages[row] > room):
                 self._waves.append(self._wave(common, begin, row, starts, lens, pages))
                 begin, taken = row, 0
-            if row < common.num_reqs:
+            if ends:
+                begin = row + 1
+            else:
                 taken += int(pages[row])
-        return first
+        return first if staged[first:].all() else common.num_reqs
 
     def _wave(
         self,

@@ -30,6 +30,7 @@ class Workspace:
     Args:
         rows: Most rows of a step.
         kv_heads, group, head_size: Sizes of the layers.
+        queries: Most tokens of a row that decodes, its drafts among them.
         entries: Most entries of a context's page index.
         width: Most pages that a KV head attends to.
         page_size: Tokens per page.
@@ -45,6 +46,7 @@ class Workspace:
         rows: int,
         kv_heads: int,
         group: int,
+        queries: int,
         head_size: int,
         entries: int,
         width: int,
@@ -54,7 +56,7 @@ class Workspace:
         ahead: bool,
         device: torch.device | str,
     ) -> None:
-        self.kv_heads, self.group, self.units = kv_heads, group, units
+        self.kv_heads, self.queries, self.units = kv_heads, queries, units
         self._longest = width * page_size, head_size
         self._positions = positions
         pairs = rows * kv_heads
@@ -65,9 +67,9 @@ class Workspace:
         self._stats = torch.empty(rooms, programs, 2, group, device=device)
         self._lists = torch.zeros(pairs, width, dtype=torch.int32, device=device)
         self._lengths = torch.full((pairs,), -1, dtype=torch.int32, device=device)
-        self._out = torch.empty(parts, group, head_size, device=device)
-        self._lse = torch.empty(parts, group, device=device)
-        self._merged = torch.empty(pairs, group, device=device)
+        self._out = torch.empty(parts, queries * group, head_size, device=device)
+        self._lse = torch.empty(parts, queries * group, device=device)
+        self._merged = torch.empty(pairs, queries * group, device=device)
         self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._steps: dict[int, tuple[DevicePlan, DecodeWorkspace, torch.Tensor]] = {}
         self._rooms: dict[int, ScoreRoom] = {}
@@ -91,7 +93,7 @@ class Workspace:
 
         Returns:
             The plan; room for partial results of attention; and its log-sum-exps, float32
-            [rows * kv_heads, group].
+            [rows * kv_heads, queries * group].
         """
         if rows not in self._steps:
             self._steps[rows] = self._slice(rows * self.kv_heads)

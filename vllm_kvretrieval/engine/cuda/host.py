@@ -14,7 +14,7 @@ from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.compat import limit_requests
-from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers, listed_pages
 from vllm_kvretrieval.engine.memory import (
     Retrieving,
     cache_with_slow_home,
@@ -86,7 +86,8 @@ def _plan_home(vllm_config: Any, config: RetrievalConfig, cache: Cache, device: 
     """Sizes of a home in host memory; raises RetrievalConfigError as ``HostTiers.plan``."""
     host = max(available_memory() - SPARE, 0) // workers_here(vllm_config)
     blocks = vllm_config.cache_config.num_gpu_blocks_override
-    tiers = HostTiers.plan(config, cache, device=device, host=host, blocks=blocks)
+    drafts = vllm_config.num_speculative_tokens
+    tiers = HostTiers.plan(config, cache, device=device, host=host, blocks=blocks, drafts=drafts)
     check_scheduler_knows(vllm_config, tiers.seats)
     return tiers
 
@@ -163,7 +164,8 @@ def limit_graphs(manager: Any, seats: int) -> None:
         seats: Most requests.
     """
     sizes = manager.compilation_config.cudagraph_capture_sizes or ()
-    rows = min((size for size in sizes if size >= seats), default=seats)
+    of_rows = [-(-size // manager.decode_query_len) for size in sizes]
+    rows = min((count for count in of_rows if count >= seats), default=seats)
     if rows < manager.max_num_reqs:
         manager.max_num_reqs = rows
         manager._candidates, manager._capture_descs = {}, {}
@@ -178,6 +180,7 @@ def make_tier(
     builder: Any,
     homes: Sequence[torch.Tensor],
     rows: int,
+    drafts: int,
     *,
     one_layers_slots: bool,
 ) -> FarTier:
@@ -191,6 +194,7 @@ def make_tier(
         builder: Builder of the layers' metadata.
         homes: The layers' caches, in the order of the model.
         rows: Most rows of a step, those of captured graphs included.
+        drafts: Most draft tokens of a row.
         one_layers_slots: Whether all layers share the slots of one, since nobody reads the answers.
     """
     _, kv_heads, page_size, row = homes[0].shape
@@ -205,7 +209,7 @@ def make_tier(
         rows=rows,
         kv_heads=kv_heads,
         capacity=tiers.capacity,
-        width=config.budget_limit // config.page_size,
+        width=listed_pages(config, drafts),
         device=device,
     )
     for home in homes:

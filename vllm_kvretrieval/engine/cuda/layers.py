@@ -145,7 +145,7 @@ class RetrievalLayers:
                 rows = self.requests.capacity
                 self.tier = make_tier(
                     self.ops, side, self.config, tiers, builder, homes, rows,
-                    one_layers_slots=is_profiling,
+                    self.requests.drafts, one_layers_slots=is_profiling,
                 )  # fmt: skip
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
@@ -205,6 +205,7 @@ class RetrievalLayers:
                 self.requests.capacity,
                 self.max_model_len,
                 self.device,
+                drafts=self.requests.drafts,
                 positions=far is not None,
             )
         methods = device_methods(list(self.config.methods.values()), choosers)
@@ -265,9 +266,13 @@ def make_workspace(
     max_model_len: int,
     device: torch.device,
     *,
+    drafts: int,
     positions: bool = False,
 ) -> Workspace:
-    """The workspace for layers with these KV heads, query heads per KV head, and channels."""
+    """The workspace for layers with these KV heads, query heads per KV head, and channels.
+
+    Lists have room for ``drafts`` tokens beyond the budget.
+    """
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
     pages = -(-max_model_len // config.page_size)
@@ -277,9 +282,11 @@ def make_workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
+        queries=1 + drafts,
         head_size=head_size,
         entries=pages * (config.page_size // finest),
-        width=max(config.budget_limit // unit, room.listed, 0 if limited else pages),
+        width=max(config.budget_limit // unit, room.listed, 0 if limited else pages)
+        + -(-drafts // unit),
         page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
@@ -295,6 +302,7 @@ def fixed_bytes(
     layers: Mapping[str, Any],
     rows: int,
     max_model_len: int,
+    drafts: int,
 ) -> int:
     """Bytes of the state whose size does not depend on that of the KV cache.
 
@@ -305,6 +313,7 @@ def fixed_bytes(
         layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
+        drafts: The most draft tokens of a row.
     """
     nowhere, total, shapes = torch.device("meta"), 0, set()
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
@@ -319,5 +328,6 @@ def fixed_bytes(
         assert selection.corrected is not None
         kept = selection.query, selection.chosen, selection.corrected
         total += sum(tensor.nbytes for tensor in kept)
-    made = (make_workspace(config, room, shape, rows, max_model_len, nowhere) for shape in shapes)
+    sizes = rows, max_model_len, nowhere
+    made = (make_workspace(config, room, shape, *sizes, drafts=drafts) for shape in shapes)
     return total + sum(workspace.nbytes for workspace in made)

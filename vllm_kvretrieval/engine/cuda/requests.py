@@ -73,10 +73,11 @@ class Batch:
 
     Attributes:
         seats: int64 [n].
-        lens: int32 [n]; tokens in the context, those of the step included.
-        before: int32 [n]; tokens in the context before the step.
+        lens: int32 [n]; the most tokens that may be in the context, those of the step included, but
+            for drafts.
+        before: int32 [n]; the most before the step.
         prefilling: bool [n]; whether the row's tokens belong to a prompt.
-        decodes: bool [n]; whether the row has one token, which is not of a prompt.
+        decodes: bool [n]; whether they do not: the row has one token, and perhaps drafts.
     """
 
     seats: np.ndarray
@@ -89,9 +90,9 @@ class Batch:
     def of(cls, batch: Any) -> "Batch":
         """The requests of vLLM's ``InputBatch``, which may have rows of padding at its end."""
         prefilling, tokens = batch.is_prefilling_np, batch.num_scheduled_tokens
-        lens = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
-        decodes = (tokens == 1) & ~prefilling
-        return cls(batch.idx_mapping_np, lens, lens - tokens, prefilling, decodes)
+        before = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs] - tokens
+        lens = before + np.where(prefilling, tokens, 1)
+        return cls(batch.idx_mapping_np, lens, before, prefilling, ~prefilling)
 
 
 NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, np.int32, bool, bool)))
@@ -122,6 +123,7 @@ class RunningRequests:
         heads: KV heads of the layers that retrieve.
         token_bytes: Bytes of keys and values of a token in a retrieval layer.
         far: Whether the cache of these layers is in host memory.
+        drafts: The most draft tokens of a request in a step.
         device: Where the layers are.
 
     Attributes:
@@ -145,9 +147,10 @@ class RunningRequests:
         device: torch.device,
         *,
         far: bool,
+        drafts: int,
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
-        self._token_bytes, self._far = token_bytes, far
+        self._token_bytes, self._far, self.drafts = token_bytes, far, drafts
         self._reader, self._heads = RequestReader(config), heads
         self.room, self.retrieval_heads = heads.room, heads.room.heads
         if config.memory_fraction is not None:
@@ -283,6 +286,20 @@ class RunningRequests:
         if self._far:
             attending = batch.decodes & ~self._exact(batch.seats)
         return self.assumes_sparse or bool(attending.any())
+
+    def of_prompts(self, tokens: np.ndarray) -> np.ndarray:
+        """bool [rows]; which rows of the step, those of padding included, have several tokens of a
+        prompt. Steps without requests have some where there are more than with all drafts.
+
+        Args:
+            tokens: int [rows]; tokens of each row.
+        """
+        batch = self.batch
+        if batch is NOBODY:
+            return tokens > 1 + self.drafts
+        several = tokens > 1
+        several[: len(batch.decodes)] &= ~batch.decodes
+        return several
 
     def may_read_written(self) -> bool:
         """Whether a row of the step may read what another row writes in the same step.

@@ -134,8 +134,9 @@ class RetrievalModelRunner(GPUModelRunner):
         try:
             for rows in Workspace.rows_that_differ(most):
                 self._dummy_run(rows, skip_eplb=True)
-            # With more tokens than rows, some rows read prompts.
-            self._dummy_run(min(most + 1, self.max_num_tokens), skip_eplb=True)
+            # With more tokens than rows and their drafts, some rows read prompts.
+            several = most * self.decode_query_len + 1
+            self._dummy_run(min(several, self.max_num_tokens), skip_eplb=True)
         finally:
             self.running.assumes_sparse = False
 
@@ -208,7 +209,13 @@ class RetrievalModelRunner(GPUModelRunner):
         token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving), default=1)
         far = tiers is not None
         self.running = RunningRequests(
-            config, self.max_num_reqs, self.heads, token, self.device, far=far
+            config,
+            self.max_num_reqs,
+            self.heads,
+            token,
+            self.device,
+            far=far,
+            drafts=self.num_speculative_steps,
         )
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = self.make_side(self.device)

@@ -23,6 +23,11 @@ MOST_HOME = 4
 lock at every start, and leaves each context less of the device."""
 
 
+def listed_pages(config: RetrievalConfig, drafts: int) -> int:
+    """Pages that a KV head attends to at most, those of drafts beyond the budget included."""
+    return config.budget_limit // config.page_size + -(-drafts // config.page_size)
+
+
 @dataclass(frozen=True)
 class HostTiers:
     """A division of memory. Numbers are bytes, unless said otherwise.
@@ -72,6 +77,7 @@ class HostTiers:
         device: int,
         host: int,
         blocks: int | None = None,
+        drafts: int = 0,
     ) -> "HostTiers":
         """Divide the memory of the device and of the host.
 
@@ -85,12 +91,13 @@ class HostTiers:
             device: Bytes of the device for everything together.
             host: Bytes of host memory that this worker may lock.
             blocks: Number of blocks, if the user has fixed it.
+            drafts: The most draft tokens of a request in a step.
 
         Raises:
             RetrievalConfigError: One request of ``max_model_len`` cannot be served, or a size that
                 the user has set does not fit; says which, by how much, and the remedy.
         """
-        return _Plan(config, cache, device, host, blocks).make()
+        return _Plan(config, cache, device, host, blocks, drafts).make()
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class _Plan:
     device: int
     host: int
     fixed_blocks: int | None
+    drafts: int
 
     def make(self) -> HostTiers:
         """Divide memory for as many requests as fit; raises as :meth:`HostTiers.plan`."""
@@ -138,7 +146,7 @@ class _Plan:
     @property
     def _budget(self) -> int:
         """Pages that a KV head attends to at most."""
-        return self.config.budget_limit // self.config.page_size
+        return listed_pages(self.config, self.drafts)
 
     @property
     def _page_bytes(self) -> int:

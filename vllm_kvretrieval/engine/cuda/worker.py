@@ -91,6 +91,7 @@ class RetrievalGPUWorker(Worker):
             self.vllm_config.compilation_config.static_forward_context,
             self.scheduler_config.max_num_seqs,
             self.model_config.max_model_len,
+            self.vllm_config.num_speculative_tokens,
         )
         if fixed >= available:
             raise RetrievalConfigError(

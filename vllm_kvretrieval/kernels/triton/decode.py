@@ -11,7 +11,7 @@ from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, chec
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MEMBERS = 16
-"""Query heads of a tile, of all queries of a row: the fewest rows that the tensor cores multiply."""
+"""Query heads of a tile, of all queries of a row: the fewest rows that tensor cores multiply."""
 TILE_ELEMENTS = 8192
 """Elements of keys, and as many of values, that a program takes at a time."""
 SPLITS_PER_UNIT = 2

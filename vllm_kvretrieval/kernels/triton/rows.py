@@ -64,8 +64,11 @@ def _prepare_kernel(
     since = tl.where(last == 0, 1, tl.where(tl.cdiv(last, PAGE) <= budget, 2, 0))
     tl.store(choosers + row, chooser)
     tl.store(fresh + row, tl.where(listed, since, 0))
+    empty = listed
+    if FAR:
+        empty = empty | ((seat >= 0) & (tl.load(prefilling + row) != 0) & (tokens > 1))
     # FlashAttention 3 divides by the tokens of all rows, so the first row keeps one.
-    tl.store(dense_lens + row, tl.where(listed, (row == 0).to(tl.int32), length))
+    tl.store(dense_lens + row, tl.where(empty, (row == 0).to(tl.int32), length))
     tl.store(certain + row, tl.where(listed, known, length))
     tl.store(options + _LAST_LEN, tl.where(listed, known, 0), mask=seat >= 0)
 

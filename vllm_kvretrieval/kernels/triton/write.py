@@ -12,6 +12,8 @@ from vllm_kvretrieval.kernels.types import IndexRecords
 
 MAX_HEADS = 8
 """KV heads that one program writes, at most."""
+_AT_ONCE = tl.constexpr(4)
+"""Keys that are read at a time to build a record anew."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -59,14 +61,16 @@ def _write_kernel(
         record = row[:, None] + dims[None, :]
         low = k.to(tl.float32)
         high = low
-        if DRAFTED:
-            for other in tl.range(0, offset):
-                row = ((slot // PAGE * kv_heads + heads) * PAGE + slot % PAGE - 1 - other) * (
-                    2 * HEAD_SIZE
-                )
-                held = tl.load(cache + row[:, None] + dims[None, :], mask=mask).to(tl.float32)
-                low = tl.minimum(low, held)
-                high = tl.maximum(high, held)
+        if DRAFTED:  # the keys of the entry before the run
+            for first in tl.range(0, offset, _AT_ONCE):
+                earlier = first + tl.arange(0, _AT_ONCE)
+                unit = slot // PAGE * kv_heads + heads
+                place = unit[None, :] * PAGE + (slot % PAGE - offset + earlier)[:, None]
+                there = (earlier < offset)[:, None, None] & mask[None, :, :]
+                at = place[:, :, None] * (2 * HEAD_SIZE) + dims[None, None, :]
+                held = tl.load(cache + at, mask=there, other=0.0).to(tl.float32)
+                low = tl.minimum(low, tl.min(tl.where(there, held, float("inf")), 0))
+                high = tl.maximum(high, tl.max(tl.where(there, held, float("-inf")), 0))
         elif offset != 0:
             low = tl.minimum(low, tl.load(records + record, mask=mask).to(tl.float32))
             held = tl.load(records + record + HEAD_SIZE, mask=mask)

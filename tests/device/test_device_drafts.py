@@ -1,0 +1,110 @@
+"""Drafts on a GPU, emulated: they are verified over what one selection lists, and leave no trace.
+
+The drafter does as the tests say, and drafts as many tokens as it may at every step: see
+``support/device_drafts.py``. Steps of the same shapes compute the same to the last bit.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device.test_device_engine import EMULATED, TOLERANCE, Served, prompt
+from tests.support import device_engine, device_faults
+from tests.support.engine import Request, assert_same, by, random_llama
+
+pytestmark = pytest.mark.engine
+
+PAGE, DRAFTS = 16, 3
+METHODS = ["freekv", "kvretrieval", "quest", "twilight", "streamingllm"]
+OPTIONS: dict[str, Any] = {"page_size": PAGE, "budget": 96, "also": METHODS[1:]}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
+DRAFTED = EMULATED | {
+    "compilation_config": GRAPHS,
+    "attention_backend": "freekv",
+    "speculative_config": {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": DRAFTS,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    },
+}
+REQUESTS = {name: Request(prompt(180, 30 + n), 14, by(name)) for n, name in enumerate(METHODS)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("toy") / "model", layers=3, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The answers of such an engine without drafts; ``test_device_engine.py`` tests it."""
+    with opened(model, "device", speculative_config=None) as plain:
+        return dict(zip(REQUESTS, map(plain.alone, REQUESTS.values()), strict=True))
+
+
+@contextlib.contextmanager
+def opened(model, home, drafts=0, **options):
+    """An engine in its process."""
+    with device_engine.start() as pool:
+        served = Served(pool)
+        retrieval = {"kv_retrieval": OPTIONS | {"home": home, "drafts": drafts}}
+        served.open_engine(model, DRAFTED | {"additional_config": retrieval} | options)
+        yield served
+
+
+@pytest.fixture(scope="module", params=["device", "host"])
+def served(request, model, expected):
+    """Engines with either home: one that vLLM's option lets draft, and one that ours does."""
+    own = {"speculative_config": None} if request.param == "host" else {}
+    with opened(model, request.param, drafts=DRAFTS if own else 0, **own) as served:
+        yield served
+
+
+def text_of(request, answer):
+    return request.prompt + answer.tokens
+
+
+def test_wrong_drafts_change_nothing(served, expected):
+    """The answers are those of an engine without drafts, in replays of graphs of four tokens."""
+    before = served.replays()
+    for name, request in REQUESTS.items():
+        served.follow([text_of(request, expected[name])], 0.0)
+        answer = served.alone(request)
+        assert_same(answer, expected[name], TOLERANCE)
+    assert served.replays() - before == sum(r.tokens - 1 for r in REQUESTS.values())
+
+
+def twice(served, request, text):
+    """Answers, and what they leave, with drafts that are right at the same places, and wrong in
+    different ways."""
+    answers, traces = [], []
+    for wrong in (1, 2):
+        served.follow([text], 0.7, 3, wrong)
+        answers.append(served.alone(request))
+        traces.append(served.trace(len(text) - 1))
+    same = (torch.equal(*left) for left in zip(*traces, strict=True))
+    return answers, list(same)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rejected_drafts_leave_no_trace(served, expected, name):
+    answers, same = twice(served, REQUESTS[name], text_of(REQUESTS[name], expected[name]))
+    assert 1.1 < len(answers[0].tokens) / len(set(answers[0].steps)) < 4
+    assert answers[0] == answers[1]
+    assert all(same), same
+
+
+@pytest.mark.parametrize("fault", device_faults.DRAFT_FAULTS)
+def test_traces_are_seen(served, expected, fault):
+    request = REQUESTS["quest"]
+    served.replay(False)
+    served.plant(fault)
+    try:
+        answers, same = twice(served, request, text_of(request, expected["quest"]))
+    finally:
+        served.plant(None)
+        served.replay(True)
+    assert answers[0] != answers[1] or not all(same)
