@@ -92,7 +92,7 @@ def twice(served, request, text):
 @pytest.mark.parametrize("name", METHODS)
 def test_rejected_drafts_leave_no_trace(served, expected, name):
     answers, same = twice(served, REQUESTS[name], text_of(REQUESTS[name], expected[name]))
-    assert 1.1 < len(answers[0].tokens) / len(set(answers[0].steps)) < 4
+    assert len(set(answers[0].steps)) < len(answers[0].tokens), "some drafts are right"
     assert answers[0] == answers[1]
     assert all(same), same
 

@@ -216,20 +216,25 @@ def follow(*args, **options):
 
 
 def trace(tokens):
-    """What the only request so far has left, of ``tokens`` tokens in its context.
+    """What the last request, which was alone, has left, of ``tokens`` tokens in its context.
 
     Keys, values and records of the pages that it has filled, and what layers remember of it.
     """
+    import torch
+
     runner, left = _runner(), []
+    states, size = runner.req_states, runner.cache_config.block_size
+    seat = next(iter(states.req_id_to_index.values()), states.free_indices[-1])
+    blocks = runner.block_tables.input_block_tables[0][0, : -(-tokens // size)].long()
     for impl in runner.retrieval_layers.impls.values():
-        pages = runner.block_tables.input_block_tables[0][
-            0, : tokens // impl.choosers[0].store.page_size
-        ]
-        left.append(impl.units.unflatten(0, (-1, impl.num_kv_heads))[pages.long()].clone())
+        chooser, held = impl.choosers[0], impl.choosers[0].selection
+        parts = size // chooser.store.page_size
+        pages = (blocks[:, None] * parts + torch.arange(parts)).flatten()
+        pages = pages[: tokens // chooser.store.page_size]
+        left.append(impl.units.unflatten(0, (-1, impl.num_kv_heads))[pages].clone())
         for store in impl.indexes:
-            left.append(store.records.unflatten(0, (-1, store.parts))[pages.long()].clone())
-        held = impl.choosers[0].selection
-        left += [held.query[0].clone(), held.chosen[0].clone(), held.corrected[0].clone()]
+            left.append(store.records.unflatten(0, (-1, store.parts))[pages].clone())
+        left += [of[seat].clone() for of in (held.query, held.chosen, held.corrected)]
     return left
 
 
