@@ -79,6 +79,14 @@ def test_wrong_drafts_change_nothing(served, expected):
     assert served.replays() - before == sum(r.tokens - 1 for r in REQUESTS.values())
 
 
+def test_wrong_drafts_beside_prompts(served, expected):
+    """Steps have rows with drafts, and rows of prompts behind them."""
+    requests = [replace(request, arrives=2 * n) for n, request in enumerate(REQUESTS.values())]
+    served.follow([text_of(r, a) for r, a in zip(requests, expected.values(), strict=True)], 0.0)
+    for answer, alone in zip(served.drive(requests), expected.values(), strict=True):
+        assert_same(answer, alone, TOLERANCE)
+
+
 def drafted(served, request, text):
     """A text that the engine answers with when it is what is drafted, from one that is similar.
 

@@ -222,6 +222,8 @@ def trace(tokens):
     """
     import torch
 
+    from vllm_kvretrieval.retrieval.index import unpack
+
     runner, left = _runner(), []
     states, size = runner.req_states, runner.cache_config.block_size
     seat = next(iter(states.req_id_to_index.values()), states.free_indices[-1])
@@ -233,7 +235,9 @@ def trace(tokens):
         pages = pages[: tokens // chooser.store.page_size]
         left.append(impl.units.unflatten(0, (-1, impl.num_kv_heads))[pages].clone())
         for store in impl.indexes:
-            left.append(store.records.unflatten(0, (-1, store.parts))[pages].clone())
+            records = store.records.unflatten(0, (-1, store.parts))[pages].flatten(0, 2)
+            layout = store.index.fields(store.head_size, store.entry_tokens)
+            left += unpack(layout, records, store.dtype, store.alignment).values()
         left += [of[seat].clone() for of in (held.query, held.chosen, held.corrected)]
     return left
 

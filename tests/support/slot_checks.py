@@ -48,10 +48,14 @@ class Side:
 
 
 class Contexts:
-    """Requests that come and go, grow by a token a step, and select almost what they selected."""
+    """Requests that come and go, grow by a token a step, and select almost what they selected.
 
-    def __init__(self, device, *, seats, kv_heads, select, rows, seed):
+    They have up to ``drafts`` drafts, of which some are accepted.
+    """
+
+    def __init__(self, device, *, seats, kv_heads, select, rows, drafts, seed):
         self.draw, self.kv_heads, self.select = random.Random(seed), kv_heads, select
+        self.drafts = drafts
         self.table_pages = 4 * select + 40
         self.rows = DeviceRows(
             torch.zeros(rows, dtype=torch.int32),
@@ -94,28 +98,32 @@ class Contexts:
         for row, (length, table) in self.running.items():
             self.rows.seats[row] = row
             self.rows.choosers[row] = -1 if self.draw.random() < 0.1 else 0
-            self.rows.seq_lens[row] = self.rows.certain[row] = length
+            drafts = self.draw.randint(0, self.drafts)
+            end = length + drafts
+            self.rows.seq_lens[row], self.rows.certain[row] = end, length
+            self.rows.query_start[row + 1] = self.rows.query_start[row] + 1 + drafts
             self.rows.block_table[row] = table
-            self.running[row][0] += 1
+            self.running[row][0] += 1 + self.draw.randint(0, drafts)
             pages = -(-length // PAGE)
+            last = -(-end // PAGE)
             between = pages - SINK - WINDOW
             for head in range(self.kv_heads):
                 pair = row * self.kv_heads + head
                 if self.rows.choosers[row] < 0:
                     plan.lengths[pair] = -1
                     continue
-                pages_of_head = list(range(pages))
+                pages_of_head = list(range(last))
                 if between > self.select:
                     new = self.chosen(row, head, between)
                     old = self.selection.chosen[row, head].tolist()[: len(new)]
                     usable = sorted({p for p in old if SINK <= p < SINK + between})
                     corrected = self.rows.fresh[row] or self.draw.random() < 0.3
                     middle = new if corrected or len(usable) < len(new) else usable
-                    pages_of_head = [*range(SINK), *middle, *range(SINK + between, pages)]
+                    pages_of_head = [*range(SINK), *middle, *range(SINK + between, last)]
                     self.selection.chosen[row, head] = -5
                     self.selection.chosen[row, head, : len(new)] = torch.tensor(new)
                 plan.lists[pair, : len(pages_of_head)] = torch.tensor(pages_of_head).int()
-                plan.lengths[pair] = (len(pages_of_head) - 1) * PAGE + (length - 1) % PAGE + 1
+                plan.lengths[pair] = (len(pages_of_head) - 1) * PAGE + (end - 1) % PAGE + 1
                 listed += len(pages_of_head)
         return listed
 
@@ -125,11 +133,22 @@ class Contexts:
             self.rows.fresh[row] = int(self.rows.choosers[row] < 0)
 
 
-def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, least_hits=0.6):
+def resolve(
+    device,
+    *,
+    capacity,
+    select,
+    kv_heads=2,
+    rows=3,
+    drafts=0,
+    steps=12,
+    seed=0,
+    least_hits=0.6,
+):
     """Step for step what the specification does; and slots hold what is said to be in them."""
-    seats, width = rows + 1, SINK + WINDOW + select
+    seats, width = rows + 1, SINK + WINDOW + select + -(-drafts // PAGE)
     shape = {"kv_heads": kv_heads, "rows": rows}
-    contexts = Contexts("cpu", seats=seats, select=select, seed=seed, **shape)
+    contexts = Contexts("cpu", seats=seats, select=select, drafts=drafts, seed=seed, **shape)
     plan = DevicePlan.empty(
         rows=rows, kv_heads=kv_heads, group=1, entries=1, width=width, programs=1, device="cpu",
         positions=True,
@@ -143,7 +162,8 @@ def resolve(device, *, capacity, select, kv_heads=2, rows=3, steps=12, seed=0, l
         if step in (steps // 2, steps - 4):
             contexts.arrive([contexts.draw.randrange(rows)])
         listed += contexts.step(plan)
-        tokens, found = torch.randn(rows, 2 * kv_heads, HEAD_SIZE).bfloat16(), []
+        count, found = int(contexts.rows.query_start[-1]), []
+        tokens = torch.randn(count, 2 * kv_heads, HEAD_SIZE).bfloat16()
         for side in sides:
             moved = [to(side, thing) for thing in (plan, contexts.rows, contexts.selection)]
             there, in_rows, selection = moved

@@ -54,7 +54,8 @@ NOTHING = (None, 8, Pooling.SUM)
             ],
             "group": 8,
             "kv_heads": 1,
-            "steps": 3,
+            "drafts": 3,
+            "steps": 4,
             "seed": 4,
         },
         {

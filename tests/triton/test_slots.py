@@ -7,9 +7,11 @@ from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.system_limits import available_memory
 
 
-@pytest.mark.parametrize(("capacity", "select"), [(18, 6), (20, 7), (64, 12)])
-def test_resolve(interpreted, capacity, select):
-    interpreted(slot_checks.resolve, capacity=capacity, select=select)
+@pytest.mark.parametrize(
+    ("capacity", "select", "drafts"), [(18, 6, 0), (20, 7, 0), (64, 12, 0), (24, 6, 7)]
+)
+def test_resolve(interpreted, capacity, select, drafts):
+    interpreted(slot_checks.resolve, capacity=capacity, select=select, drafts=drafts)
 
 
 def test_no_more_slots_than_a_step_needs(interpreted):
