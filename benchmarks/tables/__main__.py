@@ -71,6 +71,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,
+    "quantised": indexes.quantised,
     "queries": quality.query_similarity,
     "ratios": prompts.ratios,
     "recall": quality.recall,
