@@ -198,10 +198,10 @@ def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig, drafts: i
 
 def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse what only GPUs have, and KV connectors beside a slow home."""
-    if config.exact_below:
+    if config.slow_home and config.exact_below:
         raise RetrievalConfigError(
-            f"kv_retrieval.exact_below={config.exact_below} is for GPUs; on a CPU contexts within "
-            f"the budget are attended to in full. Leave it out, or use budget={config.exact_below}."
+            f"kv_retrieval.exact_below={config.exact_below} has no effect with home={config.home}, "
+            "where a whole context would have to be read from the file at each step; leave it out."
         )
     if config.home == "host":
         raise RetrievalConfigError(
