@@ -111,8 +111,8 @@ def test_contexts_below_a_length_are_attended_to_in_full(llm, stock):
     assert min(positions) == EXACT_BELOW - 1, "the token that completes the length"
     assert len(positions) == PROMPT + 80 - EXACT_BELOW
     whole = EXACT_BELOW - PROMPT
-    parts = (Answer(of.tokens[:whole], of.logprobs[:whole]) for of in (answer, stock["grows"]))
-    assert_same(*parts, tolerance=1e-5)
+    own, full = (Answer(of.tokens[:whole], of.logprobs[:whole]) for of in (answer, stock["grows"]))
+    assert_same(own, full, tolerance=1e-5)
 
 
 def test_exact_requests_get_the_answers_of_stock_vllm(llm, stock):
