@@ -43,7 +43,7 @@ from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
-from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import new_memory_in_huge_pages, use_huge_pages
 from vllm_kvretrieval.storage.layouts import chosen
 from vllm_kvretrieval.storage.memory import Memory
 from vllm_kvretrieval.storage.registry import make_storage
@@ -112,11 +112,13 @@ class RetrievalCPUWorker(CPUWorker):
         With a store, the weights are hashed meanwhile.
         """
         offer_kernels(first=self.planner.attention.own)
-        if self.retrieval_config.store is None:
-            super().load_model(**options)
-        else:
-            with hashing_weights() as self._hashes:
+        with new_memory_in_huge_pages() as weights:
+            if self.retrieval_config.store is None:
                 super().load_model(**options)
+            else:
+                with hashing_weights() as self._hashes:
+                    super().load_model(**options)
+        logger.info("%s GiB of weights are in huge pages.", format_gib(weights.in_huge_pages))
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         if self.vllm_config.speculative_config is not None:
             verify_as_asked()
