@@ -8,7 +8,7 @@ def certificates(_: Results, options: Options) -> str:
     """What each model loses by retrieval, and whether `certified` serves it so: a row per model."""
     header = ["model", "method", "contexts up to", "pass keys", "perplexity", "KL", "steps"]
     header += ["served by", "kernels, day"]
-    return markdown(header, [_row(each) for each in shipped()])
+    return markdown(header, [_row(each) for each in shipped()]).rstrip("\n")
 
 
 def _row(certificate: Certificate) -> list[str]:

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -89,6 +90,7 @@ def test_a_certificate_decides(configure, write, said):
     path = write()
     vllm_config = configure(additional_config={"kv_retrieval": {"sources": True}})
     config = RetrievalConfig.from_vllm(vllm_config)
+    assert config is not None
     assert (config.method, config.budget, config.sources) == ("kvretrieval", 512, True)
     ((record),) = said()
     assert record.levelno == logging.INFO
@@ -200,7 +202,7 @@ def test_options_of_the_certificate_are_not_the_users(configure, write):
 def test_open_options_go_with_full_attention(configure, options, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     config = configure(additional_config={"kv_retrieval": options})
-    assert RetrievalConfig.from_vllm(config).method == "full"
+    assert selected_method(config) == "full"
 
 
 GATES = {
@@ -219,8 +221,8 @@ GATES = {
 @pytest.mark.parametrize(("quality", "steps", "why"), GATES.values(), ids=GATES.keys())
 def test_gates(write, quality, steps, why):
     read = read_certificate(write())
-    figures = {"quality": (replace(QUALITY, **quality),), "steps": (replace(STEPS, **steps),)}
-    failed = replace(read, **figures).failures()
+    answers, times = replace(QUALITY, **quality), replace(STEPS, **steps)
+    failed = replace(read, quality=(answers,), steps=(times,)).failures()
     assert bool(failed) == bool(why)
     assert all(why in each for each in failed)
 
@@ -239,7 +241,7 @@ def test_certificates_of_this_package(write, monkeypatch, tmp_path):
     assert not own.differences(facts)
     assert replace(own, path=path).differences(facts)
     monkeypatch.setattr(certificates, "shipped", lambda: (own,))
-    config = type("Config", (), dict(own.shape))
+    config = SimpleNamespace(**own.shape)
     assert certificates.shipped_for("some/Model", config) is own
     assert certificates.shipped_for("some/other", config) is None
     config.hidden_size += 1

@@ -117,7 +117,8 @@ class Certificate(ModelFile):
         """Gates that the figures do not pass, in words."""
         if not self.quality or not self.steps:
             return ["answers, or times, were not measured"]
-        return [why for figures in (*self.quality, *self.steps) for why in figures.failures()]
+        answers = [why for figures in self.quality for why in figures.failures()]
+        return [*answers, *(why for figures in self.steps for why in figures.failures())]
 
     def differences(self, facts: Mapping[str, Any]) -> list[str]:
         """In what an engine differs from the measured one, in words.
