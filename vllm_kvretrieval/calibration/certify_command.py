@@ -99,7 +99,7 @@ def own_text() -> str:
 
 
 def _engine(model: str, options: Sequence[str]) -> "LLM":
-    """The engine, as ``vllm serve`` would make it, if not told otherwise by our own method."""
+    """The engine, as ``vllm serve`` would make it; by our own method if none is named."""
     from vllm import LLM, EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

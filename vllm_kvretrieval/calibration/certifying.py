@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvretrieval.calibration.asking import Questions, run_together
 from vllm_kvretrieval.calibration.divergence import Scored, answer_found, forced_scores
 from vllm_kvretrieval.calibration.needles import passkey_in_text
-from vllm_kvretrieval.calibration.samples import Sample, TokenText, continued, prompt_length
+from vllm_kvretrieval.calibration.samples import Sample, TokenText, continued
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.certificates import Quality, Steps
 
@@ -84,7 +84,7 @@ def steps(llm: "LLM", text: TokenText, longest: int) -> list[Steps]:
         text: The text.
         longest: Tokens of the longest context; the others are halves of it.
     """
-    words, _ = text.passage(prompt_length(longest), 0, 1)
+    words, _ = text.passage(longest, 0, 1)
     found = []
     lengths = [longest]
     while lengths[0] // 2 >= SHORTEST:
