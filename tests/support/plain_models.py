@@ -63,7 +63,8 @@ def glm4(path: Path) -> None:
 
 def minimax_m2(path: Path) -> None:
     """MiniMax-M2: a mixture of experts, norms over all heads, half of each head is rotated."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid"}
+    experts["rotary_dim"] = 32
     model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**HEAD, **experts, **SHAPE))
     sharpened(model, "q_norm.weight").save_pretrained(path)
 
