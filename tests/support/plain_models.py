@@ -10,8 +10,6 @@ from safetensors.torch import save_file
 from transformers import (
     Glm4Config,
     Glm4ForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -61,14 +59,6 @@ def glm4(path: Path) -> None:
     Glm4ForCausalLM(Glm4Config(**HEAD, pad_token_id=0, **SHAPE)).save_pretrained(path)
 
 
-def minimax_m2(path: Path) -> None:
-    """MiniMax-M2: a mixture of experts, norms over all heads, half of each head is rotated."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid"}
-    experts["rotary_dim"] = 32
-    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**HEAD, **experts, **SHAPE))
-    sharpened(model, "q_norm.weight").save_pretrained(path)
-
-
 def k2_horizon(path: Path) -> None:
     """K2-Horizon: 512K tokens; half of each head is rotated, and attention is gated."""
     (path / "config.json").write_text(json.dumps(K2))
@@ -99,7 +89,6 @@ def _weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 MODELS: dict[str, Callable[[Path], None]] = {
     "qwen3": qwen3,
     "glm4": glm4,
-    "minimax_m2": minimax_m2,
     "k2_horizon": k2_horizon,
 }
 """What saves a checkpoint, by the family."""
