@@ -29,6 +29,7 @@ from pathlib import Path
 from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
 from benchmarks.tables import (
+    certificates,
     figures,
     fits,
     gpu,
@@ -49,6 +50,7 @@ from benchmarks.tables.markdown import CELL, Options, Results, read_results, sou
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "attention": indexes.attention,
     "capacity": places.capacity,
+    "certificates": certificates.certificates,
     "decode": prompts.decode,
     "disk": places.disk,
     "drafters": speculative.drafters,

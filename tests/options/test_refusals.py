@@ -111,6 +111,16 @@ def test_models(configure, model, options, message, backend):
     configure(model, attention_backend=None, **options)
 
 
+def test_values_that_are_mixtures(configure):
+    """K2-Horizon; without them it is served (`tests/models/test_plain_families.py`)."""
+    model = LLAMA | {"mova_num_experts": 8}
+    with pytest.raises(
+        ValueError, match=r"freekv cannot serve .* on a CPU: its values are mixtures of 8 experts"
+    ):
+        configure(model)
+    configure(model | {"mova_num_experts": 0})
+
+
 STORE = {"kv_retrieval": {"home": "disk", "store": "/tmp/kvs"}}
 TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {

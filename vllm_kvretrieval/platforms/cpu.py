@@ -27,6 +27,14 @@ class CpuRetrieval(RetrievalPlatform):
         return finer_options(vllm_config, method)
 
     @classmethod
+    def facts_of(
+        cls, vllm_config: "VllmConfig", config: RetrievalConfig
+    ) -> Mapping[str, Any] | None:
+        from vllm_kvretrieval.platforms.measured import facts_of  # which loads the kernels
+
+        return facts_of(vllm_config, config)
+
+    @classmethod
     def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
         from vllm_kvretrieval.engine.cpu.drafting import add_drafter
 

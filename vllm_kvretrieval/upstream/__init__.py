@@ -60,6 +60,12 @@ WORKAROUNDS = (
         "The kernel gives states in the middle of a chunk, or the scheduler ends chunks at blocks.",
     ),
     Workaround(
+        "quantization.layers.permit_tiles",
+        "Attention on CPUs uses AMX without asking the system for it: it is permitted only once "
+        "oneDNN has made a product, and without one a worker ends by an illegal instruction.",
+        "Attention asks for AMX itself.",
+    ),
+    Workaround(
         "upstream.seeds.prompts_without_seeds",
         "On CPUs the engine ends at a request with a seed whose prompt takes several steps: the V1 "
         "runner takes back what it has drawn for the tokens that it drops.",

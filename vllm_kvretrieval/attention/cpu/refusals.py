@@ -41,6 +41,9 @@ The least of what `python -m benchmarks.ops prompt-attention` found; its results
 FASTER = 1.05
 """The ratio from which on our own kernel is the default."""
 
+VALUE_EXPERTS = "mova_num_experts"
+"""Field of a model's configuration (K2-Horizon)."""
+
 STABLE_HASH = "sha256_cbor"
 """vLLM's algorithm for the hashes of a store's blocks."""
 
@@ -99,6 +102,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     fit_blocks(vllm_config, config)
     refusals.check_engine(vllm_config, config)
     check_weights(vllm_config)
+    check_value_experts(vllm_config.model_config, config.method)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
@@ -120,6 +124,16 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_outside(config.index_kinds, head_size, model.dtype)
     layout = layout_of(config, model.dtype, head_size)
     check_speculation(vllm_config, config, layout)
+
+
+def check_value_experts(model: Any, method: str) -> None:
+    """Refuse a K2-Horizon whose values are mixtures of experts: vLLM computes these by Triton."""
+    if experts := getattr(model.hf_text_config, VALUE_EXPERTS, 0):
+        raise RetrievalConfigError(
+            f"{method} cannot serve {model.model} on a CPU: its values are mixtures of {experts} "
+            f"experts ({VALUE_EXPERTS}), which vLLM computes by Triton, with retrieval or without. "
+            "Serve it on a GPU."
+        )
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
