@@ -64,8 +64,9 @@ def test_drafts_are_as_long_as_pays():
             drafted = rng.randint(1, 8)
             own.note(kind, drafted, rng.randint(0, drafted))
         likely, plan = own.acceptance(kind), own.plan(kind, 8, cost)
-        times = [1.0] + [1 + cost.once + m * cost.token for m in range(1, 9)]
-        rates = [sum(likely**n for n in range(m + 1)) / time for m, time in enumerate(times)]
+        times = [1 + cost.once + m * cost.token for m in range(1, 9)]
+        tokens = [sum(likely**n for n in range(m + 1)) for m in range(1, 9)]
+        rates = [pace.NOTHING.rate, *(of / time for of, time in zip(tokens, times, strict=True))]
         assert 0 < likely <= 1
         assert plan.rate == pytest.approx(max(rates))
         assert rates[plan.tokens] == pytest.approx(max(rates))

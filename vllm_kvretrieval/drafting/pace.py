@@ -14,7 +14,7 @@ WEIGHT = 4.0
 """Drafted tokens that a prior counts for."""
 MEMORY = 64.0
 """Drafted tokens of a kind after which the older ones count half as much."""
-TRIES = 0.01
+TRIES = 0.005
 """The share of a request's time that may go into drafts of a kind that does not pay, to find out
 whether that has changed."""
 GOOD = 0.9
@@ -51,7 +51,9 @@ class Plan(NamedTuple):
     rate: float
 
 
-NOTHING = Plan(0, 1.0)
+NOTHING = Plan(0, 1.05)
+"""No draft, in place of one that promises a gain of less than a twentieth: how likely tokens are
+accepted is a guess at first, and a step that accepts none has lost its time."""
 
 
 class Pace:
