@@ -85,6 +85,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "speculative": speculative.table,
+    "verifying": speculative.verifying,
     "steps": steps.steps,
     "tokens": steps.tokens,
     "turns": quality.turns,

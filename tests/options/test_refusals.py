@@ -187,10 +187,19 @@ ENGINES = {
     "drafts of methods that drop tokens": (
         {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            "additional_config": {"kv_retrieval": {"also": ["snapkv"]}},
+            "additional_config": {"kv_retrieval": {"also": ["h2o"]}},
         },
-        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops "
-        "tokens; use methods that select pages, such as kvretrieval, or leave it out.",
+        "--speculative-config verifies drafts, of which some are taken back, and h2o drops a token "
+        "at each step (schedule running or sliding); set schedule=once, or leave it out.",
+    ),
+    "drafts of methods that drop tokens, from a file": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"also": ["snapkv"], "home": "disk"}},
+        },
+        "--speculative-config with home=disk verifies several tokens, of which some are taken "
+        "back, and snapkv drops tokens; use methods that select pages, such as kvretrieval, or "
+        "home=device, or leave it out.",
     ),
     "decode contexts": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},

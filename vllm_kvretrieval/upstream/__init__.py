@@ -75,10 +75,10 @@ WORKAROUNDS = (
         "upstream.verifying.verify_as_asked",
         "On CPUs the rejection sampler verifies drafts of requests that sample by temperatures, "
         "top_k and top_p that nobody has written: the function that repeats them for each draft "
-        "writes floats and int32 into a copy. And the engine fails at a request with top_k and "
-        "without top_p in a step that has no drafts.",
+        "writes floats and int32 into a copy. And in a step without drafts it verifies none at "
+        "length, and fails at a request with top_k and without top_p.",
         "The output that the sampler has allocated holds what is repeated, of whatever type, and "
-        "a step may have no drafts.",
+        "a step without drafts is sampled as in an engine without.",
     ),
     Workaround(
         "upstream.rotations.keep_rotations",

@@ -228,7 +228,8 @@ class RetrievalCPUWorker(CPUWorker):
                 planner.attention.own,
             )
         self._connect(layers, groups)
-        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
+        own = planner.attention.own
+        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage, own)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
             others: list[torch.Tensor] = []
