@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class EngineExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         if cores := places():  # a forked process has the affinity of the one before
             os.sched_setaffinity(0, {cores[0]})
+        gc.freeze()  # all that is imported stays; a collection would copy it in a forked process
         super()._init_executor()
 
 
