@@ -22,18 +22,20 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.quantization import layers, packing, product
 from vllm_kvretrieval.upstream import linear, mending, rotary
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 logger = init_logger("vllm.kvretrieval.worker")
 
@@ -67,12 +69,13 @@ def load_compiled(network: nn.Module) -> None:
         Loaded.finalize_loading = _already_whole
 
 
-def warm_up_briefly(runner: CPUModelRunner) -> None:
+def warm_up_briefly(runner: "CPUModelRunner") -> None:
     """Let a runner warm up with few tokens where the model is loaded, and as vLLM does otherwise.
 
     Args:
-        runner: Of a model without images, and with a KV cache of a given size: where vLLM chooses
-            the size, it looks at the memory that the warm-up takes.
+        runner: Of a worker that is alone, since all warm up with as many tokens; of a model without
+            images; and with a KV cache of a given size: where vLLM chooses the size, it looks at
+            the memory that the warm-up takes.
     """
     as_vllm_does, most = runner.warming_up_model, runner.max_num_tokens
 
@@ -80,7 +83,8 @@ def warm_up_briefly(runner: CPUModelRunner) -> None:
         runner.max_num_tokens = min(FEW, most)
         try:
             with forced_loading():
-                return as_vllm_does()
+                as_vllm_does()
+            return
         except Exception as error:  # an error that is not of loading comes again
             logger.debug("The model is compiled: %s", error)
         finally:

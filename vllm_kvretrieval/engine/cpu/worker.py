@@ -130,9 +130,10 @@ class RetrievalCPUWorker(CPUWorker):
         """
         if self.retrieval_config.store is not None:
             self.stored = self.planner.open_store(self._hashes)
-        runner = self.model_runner
-        if self.cache_config.kv_cache_memory_bytes is not None and not runner.supports_mm_inputs:
-            warm_up_briefly(runner)
+        sized = self.cache_config.kv_cache_memory_bytes is not None
+        alone = self.parallel_config.world_size_across_dp == 1
+        if sized and alone and not self.model_runner.supports_mm_inputs:
+            warm_up_briefly(self.model_runner)
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
