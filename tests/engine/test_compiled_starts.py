@@ -100,9 +100,12 @@ def test_vectors_are_tried_once(monkeypatch, tmp_path):
     """What cannot be loaded is tried again."""
     started = []
     run = subprocess.run
-    monkeypatch.setattr(
-        cpu_vec_isa.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k)
-    )
+
+    def noted(*args, **options):
+        started.append(args)
+        return run(*args, **options)
+
+    monkeypatch.setattr(cpu_vec_isa.subprocess, "run", noted)
     compiled.load_compiled(Network(fallback))
     good, bad = tmp_path / "good.so", tmp_path / "bad.so"
     good.write_bytes((Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes())

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from vllm_kvretrieval.upstream.defaults import all_cores, cores_of, forked_on_al
 
 PROMPT, TOKENS = 300, 6
 CONNECTOR = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "attention_backend": "kvretrieval",
     "additional_config": {"kv_retrieval": {"attention": "vllm", "budget": 256}},
     "dtype": DTYPE,
