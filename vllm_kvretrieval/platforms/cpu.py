@@ -17,6 +17,17 @@ class CpuRetrieval(RetrievalPlatform):
     refusals = "vllm_kvretrieval.attention.cpu.refusals"
 
     @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        parallel = vllm_config.parallel_config
+        executor = parallel.distributed_executor_backend
+        super().check_and_update_config(vllm_config)
+        if parallel.worker_cls == cls.worker:
+            from vllm_kvretrieval.engine.cpu import processes
+
+            if executor == processes.ALONE:
+                processes.share_process(vllm_config)
+
+    @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
         return str(backend.get_path())
 

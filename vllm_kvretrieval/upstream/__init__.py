@@ -49,6 +49,18 @@ WORKAROUNDS = (
         "vLLM loads what inductor has compiled, by a key with both.",
     ),
     Workaround(
+        "upstream.compiled._probe_once",
+        "At every start torch loads a library for each kind of the CPU's vectors in a process of "
+        "its own, which takes a second.",
+        "torch remembers what it has tried.",
+    ),
+    Workaround(
+        "engine.cpu.processes.share_process",
+        "On CPUs a worker that is alone has a process of its own, and all are spawned, since "
+        "OpenMP reads its cores when a process starts.",
+        "vLLM binds threads of a process that runs.",
+    ),
+    Workaround(
         "upstream.defaults.all_cores",
         "A core is kept back for the front end, half of a machine with two.",
         "The core is kept back on large machines only.",

@@ -52,7 +52,7 @@ from vllm_kvretrieval.store.serving.halves import StoreStep
 from vllm_kvretrieval.store.serving.identity import hashing_weights
 from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.system_limits import SCARCE, explained
-from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.compiled import load_compiled, warm_up_briefly
 from vllm_kvretrieval.upstream.mending import mend_model
 from vllm_kvretrieval.upstream.seeds import prompts_without_seeds
 from vllm_kvretrieval.upstream.verifying import verify_as_asked
@@ -132,6 +132,10 @@ class RetrievalCPUWorker(CPUWorker):
         """
         if self.retrieval_config.store is not None:
             self.stored = self.planner.open_store(self._hashes)
+        sized = self.cache_config.kv_cache_memory_bytes is not None
+        alone = self.parallel_config.world_size_across_dp == 1
+        if sized and alone and not self.model_runner.supports_mm_inputs:
+            warm_up_briefly(self.model_runner)
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
