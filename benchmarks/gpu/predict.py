@@ -60,8 +60,6 @@ AROUND = 150.0
 """us of a step beside the layers: logits, sampling, metadata. A guess."""
 DENSE_SHARE, DENSE_LEAST, COMBINE = 0.92, 5.0, 2.6
 """FlashAttention 3: its share of HBM, its least us, and us of the launch that merges. Guesses."""
-EMPTY = 6.0
-"""us of these two launches over rows that are empty. A guess."""
 STOCK_WRITE = 2.0
 """us of vLLM's write to the cache. A guess."""
 SCORE_SHARE = {LOW_RANK: 0.8, EXACT: 0.8}
@@ -261,8 +259,7 @@ def dense_us(sizes: Sizes) -> float:
 def launch_us(launch: Launch, sizes: Sizes) -> float:
     """A launch of a retrieval layer, without the gap before it."""
     if launch.kernel == DENSE_HALF:
-        whole = not sizes.selects and sizes.config.home == "device"
-        return dense_us(sizes) if whole else EMPTY
+        return dense_us(sizes)
     if launch.kernel in FIXED:
         return FIXED[launch.kernel]
     if launch.kernel == "_recall_kernel":
@@ -286,12 +283,22 @@ def launches_of(launch: Launch) -> int:
     return 2 if launch.kernel == DENSE_HALF else 1
 
 
+def launches_in(sizes: Sizes) -> list[Launch]:
+    """The launches of a retrieval layer."""
+    return decode_step(
+        sizes.config,
+        batch=sizes.batch,
+        context=sizes.context,
+        units=UNITS,
+        shape=sizes.shape,
+        selections_only=sizes.listed > 0,
+    )
+
+
 def layer_us(sizes: Sizes) -> tuple[float, float, float]:
     """A retrieval layer: on the path, and beside the model, where it takes device memory's time
     from the model, the last one."""
-    launches = decode_step(
-        sizes.config, batch=sizes.batch, context=sizes.context, units=UNITS, shape=sizes.shape
-    )
+    launches = launches_in(sizes)
     path, beside = (
         sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
         for side in (False, True)
@@ -328,7 +335,7 @@ def op_us(home: str, batch: int, context: int) -> dict[str, float]:
     """
     served = {(name, at): config for name, at, config in presets()}
     sizes = Sizes(served[METHOD, home], batch, context, Attention(), corrected=0.0)
-    launches = decode_step(sizes.config, batch=batch, context=context, units=UNITS)
+    launches = launches_in(sizes)
     found: dict[str, float] = {}
     for launch in launches:
         if (op := OPS.get((launch.kernel, launch.side))) is not None:
@@ -412,7 +419,7 @@ def of_presets(
     found: dict[str, dict[str, Any]] = {}
     for (name, home), config in served.items():
         sizes = Sizes(config, 1, LONGEST, model.shape)
-        launches = decode_step(config, batch=1, context=LONGEST, units=UNITS, shape=model.shape)
+        launches = launches_in(sizes)
         found.setdefault(name, {})[home] = {
             "path": _listed(launches, sizes, side=False),
             "beside": _listed(launches, sizes, side=True),

@@ -5,6 +5,7 @@ One engine for the whole module, with a cache too small for three long requests;
 bfloat16. Its steps of single tokens are replays of graphs, or eager.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,12 +199,34 @@ def test_a_crowd_of_different_requests(served):
     crowd = [
         Request(r.prompt, r.tokens, r.options, arrives=2 * i) for i, r in enumerate(SPARSE.values())
     ]
-    before = served.replays_by_rows()
+    before, _ = served.replays_by_rows(), served.graphs_taken()
     answers = served.drive(crowd)
     for answer, name in zip(answers, SPARSE, strict=True):
         assert_same(answer, served.eager(name), TOLERANCE)
     after = served.replays_by_rows()
     assert all(after[rows] > before[rows] for rows in (1, 2, 4))
+    assert set(served.graphs_taken()) == {(True, True)}, "all of them attend to selections"
+
+
+def test_graphs_without_a_dense_half(served):
+    """A step takes one if all of its rows attend to selections, and no other step does: not beside
+    contexts within their budgets or exact requests, and not where the last token of a prompt comes
+    alone."""
+    crowd = [
+        Request(SPARSE["quest"].prompt, 14, by("quest")),
+        Request(SHORT.prompt, 5, {}, arrives=3),
+        Request(EXACT.prompt, 4, {"exact": True}, arrives=8),
+        Request(prompt(BUDGET - 2, 31), 6, {}, arrives=8),
+        Request(prompt(CHUNK + 1, 6), 2, {"exact": True}, arrives=14),
+    ]
+    served.drive(crowd[:1])
+    served.graphs_taken()
+    answers = served.drive(crowd)
+    taken = served.graphs_taken()
+    assert set(taken) == {(True, True), (False, False)}
+    alone = [served.drive([replace(request, arrives=0)])[0] for request in crowd]
+    for answer, other in zip(answers, alone, strict=True):
+        assert_same(answer, other, TOLERANCE)
 
 
 def test_a_prompts_last_token_alone_is_prefill(served):

@@ -119,6 +119,8 @@ def test_answers(engines):
         Request(prompt(60, 5), 6, {}, arrives=5),
     ]
     compare(engines, requests)
+    for taken in engines(device_engine.graphs_taken):
+        assert set(taken) == {(True, True), (False, False)}, "without a dense half where it can be"
     again = [
         Request(prompt(150, 1) + prompt(20, 6), 4, {}, cache=True),
         Request(prompt(150, 1)[:110] + prompt(30, 7), 4, {}, cache=True),
@@ -157,7 +159,8 @@ def test_requests_wait_for_slots(engines):
 def test_graphs_are_of_requests_that_run(engines):
     """None is captured for more rows than there are slots for, and their memory is measured over
     layers with slots. The second server was asked for nine requests."""
-    assert engines(attached) == [[(False, [4, 2, 1])] * 2, [(True, [4, 2, 1])] * 2]
+    both = [4, 4, 2, 2, 1, 1]  # with a dense half, and without
+    assert engines(attached) == [[(False, both)] * 2, [(True, both)] * 2]
 
 
 def test_preemption(engines):

@@ -157,6 +157,13 @@ def replays_by_rows():
     return dict(counts)
 
 
+def graphs_taken():
+    """See ``ReplayManager.taken``; from now on anew."""
+    taken = list(_runner().cudagraph_manager.taken)
+    _runner().cudagraph_manager.taken.clear()
+    return taken
+
+
 def _runner():
     core = _engine.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner

@@ -5,11 +5,14 @@ closure over the metadata of that time, called again, does the same: it sees wha
 to the buffers since, and nothing else that is new.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from vllm_kvretrieval.engine.cuda.graphs import RetrievalGraphs, SelectionsOnly
 
 
 @dataclass
@@ -40,15 +43,30 @@ class _Captures(CudaGraphManager):
         self._graphs_captured = True
 
 
-class ReplayManager(ModelCudaGraphManager, _Captures):
-    """vLLM's, with replays for graphs.
+class ReplayManager(RetrievalGraphs, _Captures):
+    """The package's, with replays for graphs.
 
     Attributes:
         replays: Whether steps that have a graph are replays; else all are eager.
+        builders: Of the metadata of the layers that retrieve.
+        taken: Of each replay, whether its graph has no dense half, and whether all rows of the step
+            attended to selections, as the device found out.
     """
 
     replays = True
+    builders: Sequence[Any] = ()
 
     def dispatch(self, *args, **kwargs):
         self._graphs_captured = self.replays and bool(self.graphs)
         return super().dispatch(*args, **kwargs)
+
+    def run_fullgraph(self, desc):
+        before = self._without()
+        output = super().run_fullgraph(desc)
+        rows = len(self.running.batch.seats)
+        found = [bool((b._written[0, :rows] >= 0).all()) for b in self.builders]
+        self.taken.append((self._without() > before, all(found)))
+        return output
+
+    def _without(self):
+        return sum(g.count for shape, g in self.graphs.items() if isinstance(shape, SelectionsOnly))

@@ -41,7 +41,7 @@ class RetrievalMetadata(AttentionMetadata):
         rest: The same of the rows that lead, but the contexts of those that attend to a selection
             are empty; None where no layer of the group retrieves, or no row leads.
         lead: How many rows that is: all, or where contexts are staged, those before the staged
-            ones, which have one token each.
+            ones, which have one token each; none where all attend to a selection.
         rows: Which rows these are, on the device.
         sparse: Whether there may be any. Said for steps that are no replay of a graph.
     """
@@ -148,10 +148,13 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         if self.tier is not None:
             lead = self.tier.begin_step(common, reads_written=self.requests.may_read_written())
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
+        whole = build_whole(common_attn_metadata=common, **options)
+        # Also where no row leads after all: the step may be the replay of a graph that reads it.
+        rest = build_rest(common_attn_metadata=masked, **options) if lead else None
         return RetrievalMetadata(
-            build_whole(common_attn_metadata=common, **options),
-            build_rest(common_attn_metadata=masked, **options) if lead else None,
-            lead,
+            whole,
+            rest,
+            0 if self.requests.selections_only() else lead,
             rows,
             captured or self.requests.may_be_sparse(),
         )

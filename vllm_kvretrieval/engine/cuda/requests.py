@@ -134,6 +134,8 @@ class RunningRequests:
         batch: The step that the runner is at; :data:`NOBODY` between steps.
         assumes_sparse: Whether steps launch the kernels for rows with a selection even if no row
             may have one, so that all kernels are compiled.
+        assumes_selections: Whether graphs are captured for steps all of whose rows attend to
+            selections.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class RunningRequests:
         self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
-        self.assumes_sparse = False
+        self.assumes_sparse = self.assumes_selections = False
         self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
         self._tables: list[StagedWriteTensor] = []
@@ -278,11 +280,13 @@ class RunningRequests:
     def may_be_sparse(self) -> bool:
         """Whether some row of the step may attend to pages that are listed, as far as the host
         knows; in host memory these are also contexts within their budgets."""
-        batch = self.batch
-        attending = self._sparse(batch)
-        if self._far:
-            attending = batch.decodes & ~self._exact(batch.seats)
-        return self.assumes_sparse or bool(attending.any())
+        return self.assumes_sparse or bool(self._listed(self.batch).any())
+
+    def selections_only(self) -> bool:
+        """Whether all rows of the step attend to pages that are listed, so that nothing is left for
+        the dense half to do; see :meth:`may_be_sparse`."""
+        listed = self._listed(self.batch)
+        return self.assumes_selections or bool(len(listed) and listed.all())
 
     def may_read_written(self) -> bool:
         """Whether a row of the step may read what another row writes in the same step.
@@ -299,6 +303,12 @@ class RunningRequests:
         beyond = self._pages(batch.lens) > self._budgets(batch.seats)
         beyond &= batch.lens >= self.least
         return batch.decodes & ~self._exact(batch.seats) & beyond
+
+    def _listed(self, batch: Batch) -> np.ndarray:
+        """bool [n]; which rows get a list of pages."""
+        if self._far:
+            return batch.decodes & ~self._exact(batch.seats)
+        return self._sparse(batch)
 
     def _exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""

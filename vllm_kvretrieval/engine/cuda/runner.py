@@ -14,8 +14,9 @@ from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
+from vllm_kvretrieval.engine.cuda.graphs import RetrievalGraphs, limit_graphs
 from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
-from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
+from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import (
     RetrievalLayers,
     groups_that_retrieve,
@@ -67,12 +68,14 @@ class RetrievalModelRunner(GPUModelRunner):
 
     Attributes:
         ops: Implementation of the ops.
+        graphs: What takes the place of vLLM's ``ModelCudaGraphManager``.
         tiers: Sizes, if the retrieval layers' cache is in host memory; the worker sets them, and
             before the first cache those that it expects.
         retrieval_layers: The state; None as long as there is no KV cache.
     """
 
     ops: ClassVar[Any] = triton
+    graphs: ClassVar[type[RetrievalGraphs]] = RetrievalGraphs
     tiers: HostTiers | None = None
     retrieval_layers: RetrievalLayers | None = None
 
@@ -214,6 +217,9 @@ class RetrievalModelRunner(GPUModelRunner):
         side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
         kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
+        self.cudagraph_manager = self.graphs.of(self.cudagraph_manager, self.running)
+        if kept.impls and not all(method.whole for method in config.methods.values()):
+            self.cudagraph_manager.add_selections_only()
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
