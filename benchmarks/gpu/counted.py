@@ -116,7 +116,7 @@ def decode_step(
     context: int,
     units: int,
     shape: Attention | None = None,
-    selections_only: bool = True,
+    selects: bool = True,
 ) -> list[Launch]:
     """The launches of a layer in a step of a batch of requests that decode.
 
@@ -125,7 +125,7 @@ def decode_step(
         batch, context: Requests, and tokens of each.
         units: Multiprocessors of the GPU.
         shape: Of the layer.
-        selections_only: Whether all of them attend to selections.
+        selects: Whether all of them attend to selections; else none does.
     """
     shape = shape or Attention()
     noted = _Noted()
@@ -133,8 +133,8 @@ def decode_step(
         impl = _attached(config, shape, noted, batch, context)
         pages = -(-context // config.page_size)
         rows = _rows(batch, pages)
-        lead = 0 if selections_only else batch
-        step = RetrievalMetadata(None, SimpleNamespace(), lead, rows, sparse=True)
+        lead = 0 if selects else batch
+        step = RetrievalMetadata(None, SimpleNamespace(), lead, rows, sparse=selects)
         heads = shape.kv_heads * shape.group
         with NOWHERE:
             fused = torch.empty(batch, heads + 2 * shape.kv_heads, shape.head_size, dtype=DTYPE)

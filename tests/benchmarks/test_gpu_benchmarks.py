@@ -30,7 +30,7 @@ from vllm_kvretrieval.engine.cuda import tiers
 SHAPE = layer_parts.Shape(kv_heads=2, group=2, head_size=16, budget=256)
 COPY, BUS = 1e9, 1e8
 MOVERS = (
-    "_write_kernel", "_score_kernel", "_select_kernel",
+    "_write_kernel", "_select_kernel",
     "_sparse_decode_kernel",
 )  # fmt: skip
 """Kernels whose bytes do not depend on what is missing."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import device_engine
+from tests.support.device_engine import BOTH, SELECTIONS, WHOLE
 from tests.support.engine import (
     Request,
     alone,
@@ -205,13 +206,13 @@ def test_a_crowd_of_different_requests(served):
         assert_same(answer, served.eager(name), TOLERANCE)
     after = served.replays_by_rows()
     assert all(after[rows] > before[rows] for rows in (1, 2, 4))
-    assert set(served.graphs_taken()) == {(True, True)}, "all of them attend to selections"
+    assert set(served.graphs_taken()) == {SELECTIONS}
 
 
-def test_graphs_without_a_dense_half(served):
-    """A step takes one if all of its rows attend to selections, and no other step does: not beside
-    contexts within their budgets or exact requests, and not where the last token of a prompt comes
-    alone."""
+def test_graphs_with_one_half_of_attention(served):
+    """A step takes one if all of its rows need the same half, and no other step does: requests
+    beyond their budgets, within them and soon beyond them, exact ones, and the last token of a
+    prompt."""
     crowd = [
         Request(SPARSE["quest"].prompt, 14, by("quest")),
         Request(SHORT.prompt, 5, {}, arrives=3),
@@ -223,7 +224,7 @@ def test_graphs_without_a_dense_half(served):
     served.graphs_taken()
     answers = served.drive(crowd)
     taken = served.graphs_taken()
-    assert set(taken) == {(True, True), (False, False)}
+    assert set(taken) == {SELECTIONS, WHOLE, BOTH}
     alone = [served.drive([replace(request, arrives=0)])[0] for request in crowd]
     for answer, other in zip(answers, alone, strict=True):
         assert_same(answer, other, TOLERANCE)

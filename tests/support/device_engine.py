@@ -54,6 +54,11 @@ def prepare():
 
 _engine: Any = None
 
+SELECTIONS, WHOLE, BOTH = KINDS = (
+    ("selections", True, True), ("whole contexts", False, False), ("both", True, False),
+)  # fmt: skip
+"""What the graphs of steps are for, and what the device then finds out; see ``graphs_taken``."""
+
 
 def open_engine(model, options):
     """Start the engine of this process."""

@@ -12,7 +12,8 @@ from typing import Any
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_kvretrieval.engine.cuda.graphs import RetrievalGraphs, SelectionsOnly
+from vllm_kvretrieval.engine.cuda.graphs import HalfOf, RetrievalGraphs
+from vllm_kvretrieval.engine.cuda.requests import Attended
 
 
 @dataclass
@@ -49,8 +50,8 @@ class ReplayManager(RetrievalGraphs, _Captures):
     Attributes:
         replays: Whether steps that have a graph are replays; else all are eager.
         builders: Of the metadata of the layers that retrieve.
-        taken: Of each replay, whether its graph has no dense half, and whether all rows of the step
-            attended to selections, as the device found out.
+        taken: Of each replay, what its graph is for; and whether any row of the step attended to a
+            selection, and every row, as the device found out.
     """
 
     replays = True
@@ -61,12 +62,11 @@ class ReplayManager(RetrievalGraphs, _Captures):
         return super().dispatch(*args, **kwargs)
 
     def run_fullgraph(self, desc):
-        before = self._without()
+        before = {shape: graph.count for shape, graph in self.graphs.items()}
         output = super().run_fullgraph(desc)
+        (shape,) = (of for of, graph in self.graphs.items() if graph.count > before[of])
         rows = len(self.running.batch.seats)
-        found = [bool((b._written[0, :rows] >= 0).all()) for b in self.builders]
-        self.taken.append((self._without() > before, all(found)))
+        found = [bool(c) for b in self.builders for c in b._written[0, :rows] >= 0]
+        kind = shape.attended if isinstance(shape, HalfOf) else Attended.BOTH
+        self.taken.append((kind.value, any(found), all(found)))
         return output
-
-    def _without(self):
-        return sum(g.count for shape, g in self.graphs.items() if isinstance(shape, SelectionsOnly))

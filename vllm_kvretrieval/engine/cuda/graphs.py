@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: for how many rows, and those without a dense half.
+"""CUDA graphs of decode steps: for how many rows, and those with one half of attention only.
 
-Where all rows of a step attend to selections, vLLM's attention over whole contexts has nothing to
-do, and its launches in every layer are for nothing. So for steps of up to :data:`MOST_ROWS` rows
-there is a second graph, without them.
+A layer that retrieves has two halves: vLLM's attention over whole contexts, and our own over
+selections. Where no row of a step needs a half, its launches in every layer are for nothing. So for
+steps of up to :data:`MOST_ROWS` rows there are two more graphs, with one half each.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,23 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Attended, RunningRequests
 
 MOST_ROWS = 64
-"""Rows of the largest steps that have a second graph: what it saves is the same for any number of
-rows, and each graph takes memory, and time to capture."""
+"""Rows of the largest steps that have more graphs: what these save is the same for any number of
+rows, and each takes memory, and time to capture."""
 
 
 @dataclass(frozen=True)
-class SelectionsOnly(BatchExecutionDescriptor):
-    """vLLM's description of a step's shape, of a step all of whose rows attend to selections."""
+class HalfOf(BatchExecutionDescriptor):
+    """vLLM's description of a step's shape, of steps whose rows all attend to the same."""
+
+    attended: Attended = Attended.BOTH
 
     @classmethod
-    def of(cls, shape: BatchExecutionDescriptor) -> Self:
-        """Such a step of a shape."""
-        return cls(**{field.name: getattr(shape, field.name) for field in fields(shape)})
+    def the(cls, shape: BatchExecutionDescriptor, attended: Attended) -> Self:
+        """Steps of a shape."""
+        return cls(**{f.name: getattr(shape, f.name) for f in fields(shape)}, attended=attended)
 
 
 class _Captures(CudaGraphManager):
@@ -40,18 +42,19 @@ class _Captures(CudaGraphManager):
 
     def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **options: Any) -> None:
         def create(shape: BatchExecutionDescriptor, warmup: bool) -> Any:
-            # A warm-up has no requests: without a dense half, nothing would write its output.
-            self.running.assumes_selections = isinstance(shape, SelectionsOnly) and not warmup
+            # A warm-up has no requests: without both halves, nothing may write its output.
+            half = isinstance(shape, HalfOf) and not warmup
+            self.running.assumed = shape.attended if half else Attended.BOTH
             try:
                 return create_forward_fn(shape, warmup=warmup)  # makes the layers' metadata
             finally:
-                self.running.assumes_selections = False
+                self.running.assumed = None
 
         super().capture(create, *args, **options)
 
 
 class RetrievalGraphs(ModelCudaGraphManager, _Captures):
-    """vLLM's graphs, and those of steps all of whose rows attend to selections.
+    """vLLM's graphs, and those with one half of attention.
 
     vLLM chooses a graph by a step's shape, before it is known what the rows attend to. When the
     graph is replayed, that is known.
@@ -70,22 +73,21 @@ class RetrievalGraphs(ModelCudaGraphManager, _Captures):
         graphs.running = running
         return graphs
 
-    def add_selections_only(self) -> None:
-        """Have graphs without a dense half captured, too, each after that of its shape."""
-        shapes = self._capture_descs.get(CUDAGraphMode.FULL, [])
-        both = [
-            [shape, SelectionsOnly.of(shape)] if (shape.num_reqs or 0) <= MOST_ROWS else [shape]
-            for shape in shapes
-        ]
-        if both:
-            self._capture_descs[CUDAGraphMode.FULL] = [shape for pair in both for shape in pair]
+    def add_halves(self) -> None:
+        """Have graphs with one half captured, too, after those of their shapes."""
+        shapes: list[BatchExecutionDescriptor] = []
+        for shape in self._capture_descs.get(CUDAGraphMode.FULL, ()):
+            shapes.append(shape)
+            if (shape.num_reqs or 0) <= MOST_ROWS:
+                halves = Attended.SELECTIONS, Attended.WHOLE
+                shapes += [HalfOf.the(shape, attended) for attended in halves]
+        if shapes:
+            self._capture_descs[CUDAGraphMode.FULL] = shapes
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
-        """See ``ModelCudaGraphManager.run_fullgraph``; without a dense half where it can be."""
-        if self.running.selections_only():
-            without = SelectionsOnly.of(desc)
-            desc = without if without in self.graphs else desc
-        return super().run_fullgraph(desc)
+        """See ``ModelCudaGraphManager.run_fullgraph``; with one half of attention if that does."""
+        half = HalfOf.the(desc, self.running.attended())
+        return super().run_fullgraph(half if half in self.graphs else desc)
 
 
 def limit_graphs(manager: Any, seats: int) -> None:

@@ -23,7 +23,7 @@ from vllm_kvretrieval.engine.cuda.layers import (
     retrieving,
     roles_of_layers,
 )
-from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Attended, Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.running import notes
@@ -133,14 +133,14 @@ class RetrievalModelRunner(GPUModelRunner):
         for some numbers of rows, if at all; eager steps may have any number.
         """
         most = self.max_num_reqs
-        self.running.assumes_sparse = True
+        self.running.assumed = Attended.BOTH
         try:
             for rows in Workspace.rows_that_differ(most):
                 self._dummy_run(rows, skip_eplb=True)
             # With more tokens than rows, some rows read prompts.
             self._dummy_run(min(most + 1, self.max_num_tokens), skip_eplb=True)
         finally:
-            self.running.assumes_sparse = False
+            self.running.assumed = None
 
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
@@ -219,7 +219,7 @@ class RetrievalModelRunner(GPUModelRunner):
         kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
         self.cudagraph_manager = self.graphs.of(self.cudagraph_manager, self.running)
         if kept.impls and not all(method.whole for method in config.methods.values()):
-            self.cudagraph_manager.add_selections_only()
+            self.cudagraph_manager.add_halves()
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
