@@ -69,7 +69,7 @@ class RetrievalGraphs(ModelCudaGraphManager, _Captures):
             running: The requests, whose steps are replayed.
         """
         graphs = cls.__new__(cls)
-        vars(graphs).update(vars(manager))
+        graphs.__dict__.update(vars(manager))
         graphs.running = running
         return graphs
 

@@ -76,6 +76,7 @@ class RetrievalModelRunner(GPUModelRunner):
 
     ops: ClassVar[Any] = triton
     graphs: ClassVar[type[RetrievalGraphs]] = RetrievalGraphs
+    cudagraph_manager: Any
     tiers: HostTiers | None = None
     retrieval_layers: RetrievalLayers | None = None
 
@@ -217,9 +218,10 @@ class RetrievalModelRunner(GPUModelRunner):
         side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
         kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
-        self.cudagraph_manager = self.graphs.of(self.cudagraph_manager, self.running)
+        graphs = self.graphs.of(self.cudagraph_manager, self.running)
         if kept.impls and not all(method.whole for method in config.methods.values()):
-            self.cudagraph_manager.add_halves()
+            graphs.add_halves()
+        self.cudagraph_manager = graphs
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept
