@@ -6,7 +6,6 @@ from unittest import mock
 import torch
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu import model_runner as gpu_model_runner
 
 from tests.support import device_launches
 from tests.support.device_dense import Dense
@@ -25,9 +24,14 @@ class DeviceRunner(RetrievalModelRunner, model_runner.CPUModelRunner):
     make_side = staticmethod(lambda device: DeviceRunner.side)
     map_home = staticmethod(lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
 
-    def initialize_kv_cache(self, *args, **options):
-        with mock.patch.object(gpu_model_runner, "ModelCudaGraphManager", ReplayManager):
-            super().initialize_kv_cache(*args, **options)
+    graphs = ReplayManager
+
+    def _attach_retrieval(self, *args):
+        super()._attach_retrieval(*args)
+        groups = [group for groups in self.attn_groups for group in groups]
+        builders = [group.get_metadata_builder() for group in groups]
+        self.cudagraph_manager.builders = [b for b in builders if getattr(b, "ops", None)]
+        self.cudagraph_manager.taken = []
 
 
 class DeviceWorker(RetrievalGPUWorker, CPUWorker):

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
-from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Attended, RunningRequests
 from vllm_kvretrieval.kernels.device import DeviceOps, DeviceRequests, DeviceRows
 
 SINGLE_TOKENS = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -41,9 +41,9 @@ class RetrievalMetadata(AttentionMetadata):
         rest: The same of the rows that lead, but the contexts of those that attend to a selection
             are empty; None where no layer of the group retrieves, or no row leads.
         lead: How many rows that is: all, or where contexts are staged, those before the staged
-            ones, which have one token each.
+            ones, which have one token each; none where all attend to a selection.
         rows: Which rows these are, on the device.
-        sparse: Whether there may be any. Said for steps that are no replay of a graph.
+        sparse: Whether there may be any. Said, as ``lead``, of steps that are no replay of a graph.
     """
 
     whole: Any
@@ -126,16 +126,16 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         fast_build: bool = False,
     ) -> RetrievalMetadata:
         """See ``AttentionMetadataBuilder.build``."""
-        return self._build("build", common_attn_metadata, False, common_prefix_len=0)
+        return self._build("build", common_attn_metadata, common_prefix_len=0)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> RetrievalMetadata:
         """See ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
-        return self._build("build_for_cudagraph_capture", common_attn_metadata, True)
+        return self._build("build_for_cudagraph_capture", common_attn_metadata)
 
     def _build(
-        self, method: str, common: CommonAttentionMetadata, captured: bool, **options: Any
+        self, method: str, common: CommonAttentionMetadata, **options: Any
     ) -> RetrievalMetadata:
         build_whole, build_rest = (getattr(half, method) for half in (self.whole, self.rest))
         if self.ops is None:
@@ -148,12 +148,16 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         if self.tier is not None:
             lead = self.tier.begin_step(common, reads_written=self.requests.may_read_written())
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
+        whole = build_whole(common_attn_metadata=common, **options)
+        attended = self.requests.attended()
+        # Also where no row leads after all: the step may be the replay of a graph that reads it.
+        rest = build_rest(common_attn_metadata=masked, **options) if lead else None
         return RetrievalMetadata(
-            build_whole(common_attn_metadata=common, **options),
-            build_rest(common_attn_metadata=masked, **options) if lead else None,
-            lead,
+            whole,
+            rest,
+            0 if attended is Attended.SELECTIONS else lead,
             rows,
-            captured or self.requests.may_be_sparse(),
+            attended is not Attended.WHOLE,
         )
 
     def _describe(self) -> None:
