@@ -211,7 +211,8 @@ class Drafter:
     def _reading(self, length: int, options: RequestOptions) -> Reading:
         """What a request reads of a context of so many tokens."""
         budget = self._budget(options)
-        whole = options.exact or length <= budget
+        short = length <= max(budget, options.certain_budget(self._config))
+        whole = options.exact or short
         return Reading(length if whole else budget, whole)
 
     def _note_verified(self, request: str, accepted: int) -> None:
