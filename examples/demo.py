@@ -35,7 +35,7 @@ import openai
 from reading import Progress, Reading
 
 from vllm_kvretrieval.chat.server import Server, ServerError
-from vllm_kvretrieval.upstream.defaults import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores, forked_on_all_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 NOVEL = ROOT / "benchmarks" / "data" / "emma.txt.xz"
@@ -308,7 +308,7 @@ def run(args: argparse.Namespace) -> bool:
     options += [*OPTIONS, "--enable-prompt-tokens-details"]
     if args.store is not None:
         options += ["--kv-retrieval.home", "disk", "--kv-retrieval.store", args.store]
-    settings = all_cores() | LOGGING
+    settings = forked_on_all_cores() | LOGGING
     print("The server computes on all cores; by default vLLM would keep one for its front end.")
     with Server(args.model, options, settings, args.log) as server:
         started(server)

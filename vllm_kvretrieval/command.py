@@ -15,6 +15,7 @@ NEED_VLLM = {
     "chat.command": "add_chat",
     "calibration.filters_command": "add_calibrate",
     "explain.command": "add_explain",
+    "calibration.certify_command": "add_certify",
     "calibration.heads_command": "add_heads",
     "calibration.prompt_shares_command": "add_prompt_shares",
     "store.command": "add_store",
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hasattr(given, "engine"):
         given.engine = engine
     elif engine:
-        parser.error("options of an engine, behind --, are for `chat` and `store add` alone")
+        parser.error(
+            "options of an engine, behind --, are for `chat`, `certify` and `store add` alone"
+        )
     try:
         return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError, ImportError) as error:

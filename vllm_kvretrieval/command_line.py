@@ -18,7 +18,7 @@ import yaml
 
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.table import CONFIG_KEY
-from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.retrieval.presets import backend_names
 
 OPTION = "--kv-retrieval"
 TARGET = "--additional-config"
@@ -107,7 +107,7 @@ def _check_overrides(arguments: Sequence[str]) -> None:
                     place_in = place_in.setdefault(key, {})
                 given = yaml.safe_load(value)  # JSON is YAML
                 place_in |= {path[-1]: given} if path else given if isinstance(given, dict) else {}
-    if backend in preset_names():
+    if backend in backend_names():
         from vllm_kvretrieval.upstream.rotations import check_override
 
         check_override(overrides)
@@ -132,7 +132,7 @@ def _likeness(name: str) -> float:
 
 def _check_method(named: str) -> None:
     """Refuse the name of a backend that is none, and is nearly one of ours."""
-    near = difflib.get_close_matches(named.lower(), preset_names(), 1, LIKE)
+    near = difflib.get_close_matches(named.lower(), backend_names(), 1, LIKE)
     if not near or near[0] == named.lower():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -31,7 +31,7 @@ DTYPE = torch.bfloat16
 NOWHERE = torch.device("meta")
 HOMES = "device", "host"
 DENSE_HALF = "dense half"
-"""vLLM's attention over rows that are empty to it, which is two launches: see ``predict``."""
+"""vLLM's attention over whole contexts, which is two launches: see ``predict``."""
 LAYER = "model.layers.9.self_attn.attn"
 BUDGETS = 2
 """Slots of a KV head, in budgets."""
@@ -110,7 +110,13 @@ class _Noted:
 
 
 def decode_step(
-    config: RetrievalConfig, *, batch: int, context: int, units: int, shape: Attention | None = None
+    config: RetrievalConfig,
+    *,
+    batch: int,
+    context: int,
+    units: int,
+    shape: Attention | None = None,
+    selects: bool = True,
 ) -> list[Launch]:
     """The launches of a layer in a step of a batch of requests that decode.
 
@@ -119,6 +125,7 @@ def decode_step(
         batch, context: Requests, and tokens of each.
         units: Multiprocessors of the GPU.
         shape: Of the layer.
+        selects: Whether all of them attend to selections; else none does.
     """
     shape = shape or Attention()
     noted = _Noted()
@@ -126,7 +133,9 @@ def decode_step(
         impl = _attached(config, shape, noted, batch, context)
         pages = -(-context // config.page_size)
         rows = _rows(batch, pages)
-        step = RetrievalMetadata(None, SimpleNamespace(), batch, rows=rows, sparse=True)
+        lead = 0 if selects else batch
+        tokens = 0 if selects else None
+        step = RetrievalMetadata(None, SimpleNamespace(), lead, tokens, rows, sparse=selects)
         heads = shape.kv_heads * shape.group
         with NOWHERE:
             fused = torch.empty(batch, heads + 2 * shape.kv_heads, shape.head_size, dtype=DTYPE)

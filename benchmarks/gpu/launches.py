@@ -18,7 +18,6 @@ from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, 
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
-from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.index.base import Index
@@ -63,15 +62,15 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             step = Step(index, head_size)
             if step.grows:
                 yield f"write_kv {name}", step.write
-                yield f"select {CONTEXTS[1]} pages {size}", partial(step.select, CONTEXTS[1])
             elif step.builds:
                 yield f"index {name}", step.build
             else:
                 yield f"write_kv {size}", step.write
             if step.builds and head_size == COMMON:
                 yield f"index_pages {name}", step.build_pages
-            yield f"scores {name}", step.score
-            yield f"scores ahead {name}", partial(step.score, ahead=True)
+            yield f"plan_decode {name}", step.select
+            if head_size == COMMON:
+                yield f"select_ahead {name}", step.select_ahead
         step = Step(OneBit(), head_size)
         yield f"index one_bit {size}", step.build
         yield f"scores one_bit tokens {size}", step.score_tokens
@@ -89,22 +88,17 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
-    for pages in CONTEXTS:
-        step = Step(MinMax(), COMMON)
-        yield f"select_ahead {pages} pages d{COMMON}", partial(step.select_ahead, pages)
     for pages in CONTEXTS[::2]:
-        yield f"select {pages} pages d{COMMON}", partial(Step(MinMax(), COMMON).select, pages)
+        step, name = Step(MinMax(), COMMON), f"{MinMax().name} of {pages} pages d{COMMON}"
+        yield f"plan_decode {name}", partial(step.select, pages)
+        yield f"select_ahead {name}", partial(step.select_ahead, pages)
     for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
         step = Step(MinMax(), COMMON, pooling=pooling)
-        name = f"select {CONTEXTS[1]} pages {pooling.name.lower()} d{COMMON}"
-        yield name, partial(step.select, CONTEXTS[1])
+        yield f"plan_decode {pooling.name.lower()} d{COMMON}", step.select
     step = Step(Mean(), COMMON)
     yield f"cut {CONTEXTS[1]} pages", step.cut
     step = Step(MinMax(), COMMON)
-    yield (
-        f"select {CONTEXTS[1]} pages positions d{COMMON}",
-        partial(step.select, CONTEXTS[1], positions=True),
-    )
+    yield f"plan_decode positions d{COMMON}", partial(step.select, positions=True)
     yield from _calls_of_one_head()
 
 
@@ -114,8 +108,7 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     step, capacity = Step(MinMax(), COMMON, kv_heads=1), CAPACITIES[1]
     yield f"sparse_decode {kept}", partial(_decode, COMMON, DTYPES[0], kv_heads=1)
     yield f"write_kv {MinMax().name} {kept}", step.write
-    yield f"scores {MinMax().name} {kept}", step.score
-    yield f"select {CONTEXTS[1]} pages {kept}", partial(step.select, CONTEXTS[1])
+    yield f"plan_decode {MinMax().name} {kept}", step.select
     yield f"index {Mean().name} {kept}", Step(Mean(), COMMON, kv_heads=1).build
     for name, ahead in (("resolve", False), ("resolve_ahead", True)):
         yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
@@ -262,11 +255,6 @@ class Step:
         """Records of pages that arrived by other means."""
         kernels.index_pages(torch.zeros(1, dtype=torch.int32), self._store)
 
-    def score(self, *, ahead: bool = False) -> None:
-        """One launch of the two of `plan_decode`, or of `select_ahead`."""
-        plan = self.plan(CONTEXTS[1])
-        score_entries(self._query, _rows(), _requests(), 0, self.chooser, plan, ahead=ahead)
-
     def score_tokens(self) -> None:
         """The first launch of `plan_tokens`, or of `filter_tokens`."""
         score = score_bits if self.builds else score_tokens
@@ -291,11 +279,11 @@ class Step:
         """What a mass needs of a selection."""
         cut_lists(_rows(), _requests(), 0, self.chooser, self.plan(CONTEXTS[1]))
 
-    def select(self, pages: int, positions: bool = False) -> None:
-        """The other one is compiled last."""
+    def select(self, pages: int = CONTEXTS[1], positions: bool = False) -> None:
+        """Scores and selection before attention."""
         plan = self.plan(pages, positions)
         kernels.plan_decode(self._query, _rows(pages), _requests(), [self.chooser], plan)
 
-    def select_ahead(self, pages: int) -> None:
-        """The other one of that."""
+    def select_ahead(self, pages: int = CONTEXTS[1]) -> None:
+        """The same beside it."""
         kernels.select_ahead(_rows(pages), _requests(), 0, self.chooser, self.plan(pages))

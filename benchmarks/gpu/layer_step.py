@@ -23,10 +23,8 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
-    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.triton.scores import score_entries
 from vllm_kvretrieval.kernels.types import Chooser, Selection
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
@@ -84,8 +82,7 @@ class LayerStep:
                 device=self.device,
                 positions=side is not None,
             )
-            scores, stats = (torch.empty_like(of) for of in (self.plan.scores, self.plan.stats))
-            self.room = ScoreRoom(scores, stats)
+            self.room = self.plan.another()
             self.partial = DecodeWorkspace.empty(
                 rows=pairs,
                 splits=splits,
@@ -196,10 +193,6 @@ class LayerStep:
             self.pool.cache,
             [self.pool.store],
         )
-
-    def _score(self, layer: Layer) -> None:
-        of_layer = layer.query, layer.rows, self.requests, 0, layer.chooser
-        score_entries(*of_layer, self.room, ahead=True)
 
     def _plan(self, layer: Layer) -> None:
         kernels.plan_decode(layer.query, layer.rows, self.requests, [layer.chooser], self.plan)
@@ -344,7 +337,6 @@ class LayerStep:
         attended = self.attended * shape.unit_bytes
         ops = {
             "write_kv": self._op(self._write, tokens, bus=False),
-            "score": self._op(self._score, entries * (record + 4 * group)),
             "plan_decode": self._op(self._plan, 0),
             "select_ahead": self._op(self._select_ahead, entries * (record + 12 * group)),
         }
@@ -361,7 +353,7 @@ class LayerStep:
                 "recall_ahead": self._op(self._recall_early, early, bus=True),
             }
         ops["sparse_decode"] = self._op(self._attend, attended)
-        in_step = [op for name, op in ops.items() if not op.bus and name != "score"]
+        in_step = [op for op in ops.values() if not op.bus]
         ops["step"] = self._op(self._step, sum(op.nbytes for op in in_step))
         # Last: a request for which it runs twice does not go on from its last step.
         ops["prepare_rows"] = self._op(self._prepare, 0)

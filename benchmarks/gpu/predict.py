@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, read_json, result_header, write_json
-from benchmarks.gpu.compiled import programs, record_of
+from benchmarks.common import RESULTS, result_header, write_json
 from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_step, presets
-from benchmarks.gpu.launches import COMMON, CONTEXTS
 from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
 from vllm_kvretrieval.engine.cuda.requests import exact_below
@@ -38,9 +36,10 @@ LENGTHS, BATCHES = (2048, 16384, 32768, 131072), (1, 8)
 METHOD = "freekv"
 LONGEST = LENGTHS[-1]
 
-UNITS, ARCH, TRITON = 132, 90, "3.7"
-"""Multiprocessors and architecture of an H100 SXM; the Triton that vLLM's CUDA wheel is pinned to,
-whose record tells registers."""
+UNITS = 132
+"""Multiprocessors of an H100 SXM."""
+AT_ONCE = 2
+"""Programs that select on one at once: as many as their registers are limited for."""
 MEMORY_GIB, RESERVED = 80, 0.92
 """Of the GPU; the share that vLLM takes by default (``--gpu-memory-utilization``)."""
 HBM = 2.7e12
@@ -60,8 +59,6 @@ AROUND = 150.0
 """us of a step beside the layers: logits, sampling, metadata. A guess."""
 DENSE_SHARE, DENSE_LEAST, COMBINE = 0.92, 5.0, 2.6
 """FlashAttention 3: its share of HBM, its least us, and us of the launch that merges. Guesses."""
-EMPTY = 6.0
-"""us of these two launches over rows that are empty. A guess."""
 STOCK_WRITE = 2.0
 """us of vLLM's write to the cache. A guess."""
 SCORE_SHARE = {LOW_RANK: 0.8, EXACT: 0.8}
@@ -73,8 +70,9 @@ that a multiprocessor reads of the L2 cache. Guesses."""
 CORRECTED = {0.9: 0.63, 0.8: 0.25}
 """Share of KV heads that select before attention, by the threshold below which they do: as measured
 with small models on CPUs (docs/papers.md)."""
-SELECT = 10.0, 15.0
-"""us of ranking few pages, and more for 4,096 by 16 warps. Guesses."""
+SELECT = 4.0, 6.5
+"""us of pooling and ranking few pages, and more for 4,096 by 16 warps: what threads of a program do
+some 18 times, which is to wait for each other or for a read. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
 """us of sparse attention beside its bytes, its share of HBM, us per `MERGED` parts that are merged:
 reads of the L2 cache that the next ones wait for. Guesses."""
@@ -192,10 +190,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
         case "_write_kernel":
             written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
-        case "_score_kernel" if values["NUMBER"] == 0:
-            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 4 * group)
-        case "_select_kernel" if values["NUMBER"] == 0:
-            return sizes.choosing(launch) * sizes.entries * 4 * group
+        case "_select_kernel" if values["NUMBER"] == 0 and sizes.entries:
+            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 8 * group)
         case "_score_bits_kernel":
             return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
         case "_pool_kernel":
@@ -224,16 +220,12 @@ def _score(launch: Launch, sizes: Sizes) -> float:
 def _select(launch: Launch, sizes: Sizes) -> float:
     values = launch.values
     pages, warps = values["PAGES"] * values["TILES"], values["num_warps"]
-    kept = next(known for known in CONTEXTS if known >= pages)
-    record = read_json(record_of(TRITON))
-    assert record is not None
-    used = record["results"][f"select {kept} pages d{COMMON}"][f"sm_{ARCH}"]
-    at_once = UNITS * programs(ARCH, [*used[:3], warps])
     few, many = SELECT
     wave = few + many * pages / 4096 * (16 / warps) ** 0.5
     share = sizes.choosing(launch)
     some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
-    return IDLE + some * (wave * math.ceil(share * sizes.lists / at_once) - IDLE)
+    waves = math.ceil(share * sizes.lists / (UNITS * AT_ONCE))
+    return IDLE + some * (_score(launch, sizes) + wave * waves - IDLE)
 
 
 def _pool(launch: Launch, sizes: Sizes) -> float:
@@ -261,8 +253,7 @@ def dense_us(sizes: Sizes) -> float:
 def launch_us(launch: Launch, sizes: Sizes) -> float:
     """A launch of a retrieval layer, without the gap before it."""
     if launch.kernel == DENSE_HALF:
-        whole = not sizes.selects and sizes.config.home == "device"
-        return dense_us(sizes) if whole else EMPTY
+        return dense_us(sizes)
     if launch.kernel in FIXED:
         return FIXED[launch.kernel]
     if launch.kernel == "_recall_kernel":
@@ -271,7 +262,6 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
     if not works or launch.values.get("NUMBER"):
         return IDLE
     ops: dict[str, Callable[[Launch, Sizes], float]] = {
-        "_score_kernel": _score,
         "_select_kernel": _select,
         "_score_bits_kernel": _score,
         "_pool_kernel": _pool,
@@ -286,12 +276,22 @@ def launches_of(launch: Launch) -> int:
     return 2 if launch.kernel == DENSE_HALF else 1
 
 
+def launches_in(sizes: Sizes) -> list[Launch]:
+    """The launches of a retrieval layer."""
+    return decode_step(
+        sizes.config,
+        batch=sizes.batch,
+        context=sizes.context,
+        units=UNITS,
+        shape=sizes.shape,
+        selects=sizes.listed > 0,
+    )
+
+
 def layer_us(sizes: Sizes) -> tuple[float, float, float]:
     """A retrieval layer: on the path, and beside the model, where it takes device memory's time
     from the model, the last one."""
-    launches = decode_step(
-        sizes.config, batch=sizes.batch, context=sizes.context, units=UNITS, shape=sizes.shape
-    )
+    launches = launches_in(sizes)
     path, beside = (
         sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
         for side in (False, True)
@@ -304,10 +304,8 @@ OPS = {
     ("_write_kernel", False): "write_kv",
     ("_build_kernel", False): "write_kv",
     ("_build_bits_kernel", False): "write_kv",
-    ("_score_kernel", False): "plan_decode",
     ("_select_kernel", False): "plan_decode",
     ("_cut_kernel", False): "plan_decode",
-    ("_score_kernel", True): "select_ahead",
     ("_select_kernel", True): "select_ahead",
     ("_resolve_kernel", False): "resolve",
     ("_resolve_kernel", True): "resolve_ahead",
@@ -328,7 +326,7 @@ def op_us(home: str, batch: int, context: int) -> dict[str, float]:
     """
     served = {(name, at): config for name, at, config in presets()}
     sizes = Sizes(served[METHOD, home], batch, context, Attention(), corrected=0.0)
-    launches = decode_step(sizes.config, batch=batch, context=context, units=UNITS)
+    launches = launches_in(sizes)
     found: dict[str, float] = {}
     for launch in launches:
         if (op := OPS.get((launch.kernel, launch.side))) is not None:
@@ -412,7 +410,7 @@ def of_presets(
     found: dict[str, dict[str, Any]] = {}
     for (name, home), config in served.items():
         sizes = Sizes(config, 1, LONGEST, model.shape)
-        launches = decode_step(config, batch=1, context=LONGEST, units=UNITS, shape=model.shape)
+        launches = launches_in(sizes)
         found.setdefault(name, {})[home] = {
             "path": _listed(launches, sizes, side=False),
             "beside": _listed(launches, sizes, side=True),

@@ -6,7 +6,7 @@ Without a model: the answer is a real text, and a draft is accepted as far as it
 with a model that is sure of the text. vLLM's `ngram` (shortest and longest n-gram 2 and 5), the
 last of the longest matches with as many tokens as there may be, ours (as long as pays), and the
 suffix tree of `arctic-inference`, which is vLLM's method `suffix`, if it is installed. The speed-up
-is what comes out if a row adds a share of `--row` to a step of a single row.
+is what comes out if a draft takes what the drafter reckons with, however short a context is.
 
 Texts: a copy of a passage of the novel; a copy of a second version, of whose words one in twenty is
 another; modules of Python's library; and the novel, which goes on.
@@ -28,7 +28,7 @@ from benchmarks.common import Stopwatch, result_header, write_json
 from benchmarks.tables import speculative as tables
 from benchmarks.texts import excerpt
 from vllm_kvretrieval.drafting.lookup import find
-from vllm_kvretrieval.drafting.pace import ROW, Pace, row_cost
+from vllm_kvretrieval.drafting.pace import VERIFY, Pace
 
 ANSWER = 600
 BEGINNING = 32
@@ -81,14 +81,15 @@ def _latest(context: list[int], most: int) -> tuple[Draft, Note]:
 
 
 def _ours(context: list[int], most: int) -> tuple[Draft, Note]:
-    own, kind, cost = Pace(), -1, row_cost(1)
+    own, kind = Pace(), -1
 
     def draft(tokens: np.ndarray, left: int) -> np.ndarray:
         nonlocal kind
         match = find(tokens)
         kind = own.kind(match.length)
-        count = own.plan(kind, min(most, left, len(tokens) - match.end), cost).tokens
-        if count == 0 and kind >= 0 and own.probe(kind):
+        there = min(most, left, len(tokens) - match.end)
+        count = own.plan(kind, there, VERIFY).tokens
+        if count == 0 and own.probe(kind, there, VERIFY):
             count = 1
         return tokens[match.end : match.end + count]
 
@@ -131,11 +132,11 @@ DRAFTERS = {
 
 def answer(
     context: list[int], text: list[int], drafter: tuple[Draft, Note]
-) -> tuple[int, int, int]:
-    """Steps, drafted tokens and accepted ones, of an answer that is the text."""
+) -> tuple[int, int, int, int]:
+    """Steps, those with drafts, drafted tokens and accepted ones, of an answer that is the text."""
     draft, note = drafter
     tokens, length = np.array([*context, *text], dtype=np.int32), len(context)
-    steps = drafted = accepted = 0
+    steps = verifying = drafted = accepted = 0
     while length < len(tokens):
         found = draft(tokens[:length], len(tokens) - length)
         right = 0
@@ -144,8 +145,9 @@ def answer(
         if len(found):
             note(len(found), right)
         length += min(right + 1, len(tokens) - length)
-        steps, drafted, accepted = steps + 1, drafted + len(found), accepted + right
-    return steps, drafted, accepted
+        steps, verifying = steps + 1, verifying + (len(found) > 0)
+        drafted, accepted = drafted + len(found), accepted + right
+    return steps, verifying, drafted, accepted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, SMOLLM2)
     add_tokens(parser, "--contexts", [8192, 32768], "tokens of the contexts")
     parser.add_argument("--drafts", type=int, default=5, help="draft tokens at a step, at most")
-    parser.add_argument("--row", type=float, default=ROW, help="time of a further row")
     add_output(parser, "drafters.json")
 
 
@@ -168,15 +169,17 @@ def run(args: argparse.Namespace) -> int:
                     made = make(before, args.drafts)
                 except ModuleNotFoundError:
                     continue
-                steps, drafted, accepted = answer(before, text, made)
+                steps, verifying, drafted, accepted = answer(before, text, made)
+                time = steps + verifying * VERIFY.once + drafted * VERIFY.token
                 found[drafter] = {
                     "tokens_per_step": len(text) / steps,
                     "drafted": drafted,
                     "accepted": accepted,
-                    "speed_up": len(text) / (steps + args.row * drafted),
+                    "speed_up": len(text) / time,
                 }
             cells.append({"context": context, "text": name, "drafters": found})
-    settings = {"drafts": args.drafts, "row": args.row, "answer": ANSWER, "model": args.model.name}
+    settings = VERIFY._asdict() | {"drafts": args.drafts, "answer": ANSWER}
+    settings["model"] = args.model.name
     store = result_header("benchmarks.ops") | {"settings": settings, "cells": cells}
     write_json(args.output, store)
     print(f"{tables.drafters({'': store}, {})}\nresults: {args.output}\ntime:    {watch}")

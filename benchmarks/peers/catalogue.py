@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from benchmarks.engines import AVX2, LONG_STEPS
 from benchmarks.models import kv_bytes_per_token, yarn_overrides
 from benchmarks.peers import environment
-from vllm_kvretrieval.upstream.defaults import all_cores
+from vllm_kvretrieval.upstream.defaults import all_cores, forked_on_all_cores
 
 BUDGET = 1024
 SLACK = 256
@@ -108,7 +108,8 @@ def _vllm(stock: bool, quantization: str | None = None) -> Callable[[Sizes, bool
             llm |= {"additional_config": {"kv_retrieval": options}}
         if quantization:
             llm["quantization"] = quantization
-        return vllm(sizes, llm, {"VLLM_PLUGINS": ""} if stock else {})
+        env = all_cores() | {"VLLM_PLUGINS": ""} if stock else forked_on_all_cores()
+        return vllm(sizes, llm, env)
 
     return make
 
@@ -116,7 +117,7 @@ def _vllm(stock: bool, quantization: str | None = None) -> Callable[[Sizes, bool
 def vllm(sizes: Sizes, llm: dict[str, Any], env: dict[str, str]) -> Starting:
     """A start of vLLM with these options."""
     command = [sys.executable, "-m", "benchmarks.peers.vllm_engine"]
-    env = all_cores() | LONG_STEPS | env | (AVX2 if sizes.avx2 else {})
+    env = LONG_STEPS | env | (AVX2 if sizes.avx2 else {})
     return Starting(command, {"context": sizes.room, "threads": 0, "llm": llm}, env)
 
 
@@ -134,7 +135,7 @@ def stored(sizes: Sizes, store: Path) -> Starting:
             "kv_retrieval": {"budget": BUDGET, "home": "disk", "store": str(store)}
         },
     }
-    return vllm(sizes, llm, {})
+    return vllm(sizes, llm, forked_on_all_cores())
 
 
 def _llama_cpp(kind: str, flash_attention: bool) -> Callable[[Sizes, bool], Starting]:

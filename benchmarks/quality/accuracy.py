@@ -34,19 +34,16 @@ from benchmarks.quality.examples import read_examples
 from benchmarks.quality.outside import code_of
 from benchmarks.quality.table import add_tables, write_tables
 from benchmarks.quality.tasks import catalogue, criteria, forced, report, scoring, variants
-from benchmarks.quality.tasks.base import Sample, Task, TokenText
+from benchmarks.quality.tasks.base import Task, novel_text
 from benchmarks.quality.tasks.catalogue import Cell
 from benchmarks.quality.tasks.engine import (
     BATCH,
     DTYPE,
-    Questions,
     open_engine,
     prefix_cache_bytes,
     retrieval_counts,
     run_samples,
-    run_together,
 )
-from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated
 from benchmarks.quality.tasks.store import (
     References,
     Results,
@@ -57,6 +54,9 @@ from benchmarks.quality.tasks.store import (
 from benchmarks.quality.tasks.variant import Variant
 from benchmarks.quality.tasks.variants import FULL
 from benchmarks.worker_counts import corrected_share
+from vllm_kvretrieval.calibration.asking import Questions, run_together
+from vllm_kvretrieval.calibration.divergence import TOP_LOGPROBS, Generated
+from vllm_kvretrieval.calibration.samples import Sample
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Benchmark:
     def run(self, model: Path, tasks: Sequence[Task], count: int | None) -> None:
         """Run the tasks of one model; `count` replaces their numbers of samples."""
         tokenizer = AutoTokenizer.from_pretrained(model)
-        text = TokenText(tokenizer)
+        text = novel_text(tokenizer)
         weights = model_fingerprint(model)
         jobs = []
         for task in tasks:
@@ -290,7 +290,7 @@ def _own_tasks(options: argparse.Namespace) -> Iterator[Task]:
     if options.data:
         model = options.model or SMOLLM2
         model_fingerprint(model)  # which says what to do if there is none
-        text = TokenText(AutoTokenizer.from_pretrained(model))
+        text = novel_text(AutoTokenizer.from_pretrained(model))
         for path in options.data:
             for name, examples in read_examples(path).items():
                 longest = max(forced.answer(text, example).total for example in examples)

@@ -29,7 +29,7 @@ from vllm.inputs import TokensPrompt
 from benchmarks import build
 from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
 from benchmarks.common import RESULTS, Stopwatch, result_header
-from benchmarks.quality.tasks.base import Sample, TokenText
+from benchmarks.quality.tasks.base import novel_text
 from benchmarks.quality.tasks.engine import (
     DTYPE,
     open_engine,
@@ -38,7 +38,6 @@ from benchmarks.quality.tasks.engine import (
     run_samples,
 )
 from benchmarks.quality.tasks.forced import COPIES, novel, second_copy
-from benchmarks.quality.tasks.metrics import Generated, Scored, forced_scores
 from benchmarks.quality.tasks.prefill_budget import prefill_budget
 from benchmarks.quality.tasks.store import (
     References,
@@ -48,6 +47,8 @@ from benchmarks.quality.tasks.store import (
     reference_key,
 )
 from benchmarks.tables import prompts
+from vllm_kvretrieval.calibration.divergence import Generated, Scored, forced_scores
+from vllm_kvretrieval.calibration.samples import Sample, TokenText
 
 CONTEXTS = (8192, 16384, 32512)  # answers beyond the last still fit in the model's 32K
 SETTINGS = ("1024:512", "2048:512", "4096:512")
@@ -135,7 +136,7 @@ class Benchmark:
         self._references = References(RESULTS / ".reference")
         self._code = build.code_fingerprint()
         self._clock = Stopwatch()
-        text = TokenText(AutoTokenizer.from_pretrained(model))
+        text = novel_text(AutoTokenizer.from_pretrained(model))
         self._weights = model_fingerprint(model)
         self._documents = [Document.build(text, context) for context in sorted(contexts)]
 

@@ -13,6 +13,7 @@ from benchmarks import cli
 COMMANDS = {
     "decode": "decode steps and times to the first token, beside vLLM alone",
     "speculative": "answers with drafts that steps verify, beside those without",
+    "verifying": "steps that verify drafts, beside those that do not",
     "load": "a server under load: first token and further ones, by requests at once",
     "disk": "decode steps with the KV cache on disk",
     "capacity": "tokens of context that fit into the same memory, with the KV cache on disk",

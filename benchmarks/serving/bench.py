@@ -37,6 +37,7 @@ class Settings:
     beside: tuple[str, ...] = ()
     avx2: bool = False
     quantization: str | None = None
+    load_format: str = "auto"
     temperature: float = 0.0  # of sampling: all results are greedy
 
 

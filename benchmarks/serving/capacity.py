@@ -31,11 +31,11 @@ from benchmarks.cli import QWEN, add_model, add_output
 from benchmarks.common import result_header, settings, write_json
 from benchmarks.engines import LONG_STEPS, EngineError, EngineProcess, EngineSpec
 from benchmarks.models import dense_layers, head_size, kv_bytes_per_token
-from benchmarks.quality.tasks.base import TokenText
+from benchmarks.quality.tasks.base import novel_text
 from benchmarks.quality.tasks.engine import open_engine, run_samples
-from benchmarks.quality.tasks.metrics import answer_found
-from benchmarks.quality.tasks.needles import passkey_in_novel
 from benchmarks.serving import slow_worker
+from vllm_kvretrieval.calibration.divergence import answer_found
+from vllm_kvretrieval.calibration.needles import passkey_in_text
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.table import DEFAULT_METHOD
@@ -192,7 +192,7 @@ def _stock(model: str, memory: int, context: int) -> EngineSpec:
 def serve(args: argparse.Namespace, memory: int, capacity: Capacity) -> dict[str, Any]:
     """Serve such contexts from disk, ask for pass keys, and read off what is allocated."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    samples = passkey_in_novel(TokenText(tokenizer), capacity.context, args.samples)
+    samples = passkey_in_text(novel_text(tokenizer), capacity.context, args.samples)
     with open_engine(
         args.model,
         capacity.context,

@@ -3,6 +3,8 @@
     python -m benchmarks.serving decode --quick      # a few minutes: does everything work?
     python -m benchmarks.serving decode              # the complete table
     python -m benchmarks.serving decode --fill       # long contexts without prefill, minutes
+    python -m benchmarks.serving decode --model benchmarks/configs/Qwen2.5-3B-Instruct \
+        --load-format dummy --tokenizer models/Qwen2.5-Coder-1.5B-Instruct  # random weights
 
 For every context length and batch size both engines get the same documents, different ones
 for each request of a batch. Prefill is timed on documents that the engine has not seen;
@@ -15,10 +17,12 @@ in the other order.
 
 With --fill no prompt is prefilled: vLLM's DecodeBenchConnector fills the cache of both engines with
 random keys and values, so that long contexts take minutes. What is selected is then random, too,
-and so is how often KV heads select anew: it is for timing decode steps and nothing else.
+and so is how often KV heads select anew: it is for timing decode steps and nothing else. The same
+holds of random weights, with which the `config.json` of a model tells its times and its memory.
 
 Reported are medians over repeats, of the mean step of a repeat (its middle 80 %); ratios are
-medians of the ratios of neighbouring measurements, and the geometric mean over both orders.
+medians of the ratios of neighbouring measurements, and the geometric mean over both orders. Of each
+engine's worker the memory at the end is stored, too.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ FILL = {
 
 
 def engine_specs(
-    model: str, settings: Settings, config: Any, longest: int, batch: int
+    args: argparse.Namespace, settings: Settings, config: Any, longest: int, batch: int
 ) -> list[EngineSpec]:
     """Stock vLLM and its counterpart, alike but for the attention backend, and quantisation.
 
@@ -71,12 +75,14 @@ def engine_specs(
             f"memory, {free:.0f} GiB are free: ask for shorter --contexts or smaller --batches"
         )
     common: dict[str, Any] = {
-        "model": model,
+        "model": str(args.model),
+        "tokenizer": str(args.tokenizer or args.model),
         "dtype": settings.dtype,
         "hf_overrides": settings.hf_overrides,
         "max_model_len": longest,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
+        "load_format": settings.load_format,
         "worker_extension_cls": worker_timing.EXTENSION,
     }
     if settings.fill:
@@ -104,6 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fill", action="store_true", help="random keys and values instead of a prefill, for "
         "timing decode steps alone")  # fmt: skip
     add_model(parser, SMOLLM2)
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, "
+        "where a model's directory has none")  # fmt: skip
+    add("--tokenizer", type=Path, metavar="PATH", help="directory of the tokenizer (default: that "
+        "of the model)")  # fmt: skip
     add("--against", default="freekv", help="attention backend set against stock; "
         "'stock' compares vLLM with itself: the error of the method")  # fmt: skip
     add("--beside", nargs="+", default=(), metavar="METHOD", help="further methods, such as full, "
@@ -142,7 +152,8 @@ def earlier(path: Path, settings: Settings) -> list[Cell]:
     stored = read_json(path)
     if stored is None:
         return []
-    defaults = {"fill": False, "dtype": "auto", "beside": [], "avx2": False, "quantization": None}
+    defaults: dict[str, Any] = {"fill": False, "dtype": "auto", "beside": [], "avx2": False}
+    defaults |= {"quantization": None, "load_format": "auto"}
     if defaults | stored["settings"] != asdict(settings) | {"beside": [*settings.beside]}:
         sys.exit(f"{path} was made with other settings: drop --resume or name another --output")
     cells: list[Cell] = stored["cells"]
@@ -168,7 +179,7 @@ def measure(
 ) -> None:
     """Add every missing cell to `store` and write it to the output file after each."""
     status, watch = Status(), Stopwatch()
-    documents = Documents(args.model)
+    documents = Documents(args.tokenizer or args.model)
     for start_order in (specs, specs[::-1]):
         first = start_order[0].name
         missing = todo(args, store["cells"], first)
@@ -200,6 +211,10 @@ def measure(
                     status.clear()
                     (of_this_order,) = report.pooled([cell])
                     print(report.row(of_this_order, store["build"]), flush=True)
+            for name, engine in engines.items():
+                engine.resume()
+                store["engines"][name]["memory"] = engine.collective_rpc("memory")
+                engine.pause()
 
 
 def _matters(variable: str) -> bool:
@@ -230,8 +245,9 @@ def run(args: argparse.Namespace) -> int:
         beside=tuple(args.beside),
         avx2=args.avx2,
         quantization=args.quantization,
+        load_format=args.load_format,
     )
-    specs = engine_specs(str(args.model), settings, config, longest, batch)
+    specs = engine_specs(args, settings, config, longest, batch)
     store = result_header("benchmarks.serving") | {
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
         "settings": asdict(settings),

@@ -22,7 +22,7 @@ from vllm.inputs import TokensPrompt
 from benchmarks.cli import SMOLLM2_32K, add_model, add_output, add_tokens
 from benchmarks.common import Stopwatch, result_header, write_json
 from benchmarks.models import kv_bytes_per_token, read_config
-from benchmarks.quality.tasks.base import TokenText
+from benchmarks.quality.tasks.base import novel_text
 from benchmarks.quality.tasks.engine import DTYPE, open_engine
 from benchmarks.quality.tasks.forced import novel
 from benchmarks.serving.worker_timing import EXTENSION, OBSERVATION, RUNNER
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print and store."""
     clock = Stopwatch()
-    text = TokenText(AutoTokenizer.from_pretrained(options.model))
+    text = novel_text(AutoTokenizer.from_pretrained(options.model))
     longest = max(options.contexts)
     words = novel(text, longest, 1)[0].prompt
     cells: dict[int, dict[str, Any]] = {}

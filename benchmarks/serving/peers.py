@@ -46,7 +46,7 @@ from benchmarks.models import Documents
 from benchmarks.peers import catalogue, environment
 from benchmarks.peers.catalogue import KINDS, Kind, Sizes, Starting
 from benchmarks.peers.process import Peer
-from benchmarks.quality.tasks.base import TokenText
+from benchmarks.quality.tasks.base import novel_text
 from benchmarks.quality.tasks.needles import passkey_in_sentences
 
 FIGURES = ("start", "first", "steps", "restart", "passkey")
@@ -348,7 +348,7 @@ class Measuring:
         if not todo:
             return
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        samples = passkey_in_sentences(TokenText(tokenizer), context, args.passkey)
+        samples = passkey_in_sentences(novel_text(tokenizer), context, args.passkey)
         found = dict.fromkeys(todo, 0)
         starting = kind.make(self.sizes(context), False)
         with self.running(name, starting, {}) as peer:

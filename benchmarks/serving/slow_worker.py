@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.worker_counts import CountsExtension
+from benchmarks.worker_memory import MemoryExtension
 from vllm_kvretrieval.storage import tier_sizes
 from vllm_kvretrieval.storage.encoded import EncodedHome
 
@@ -22,7 +22,7 @@ EXTENSION = "benchmarks.serving.slow_worker.SlowHomeExtension"
 """To be given to an engine as `worker_extension_cls`."""
 
 
-class SlowHomeExtension(CountsExtension):
+class SlowHomeExtension(CountsExtension, MemoryExtension):
     """Adds methods for `LLM.collective_rpc`; none runs unless it is called."""
 
     retrieval_layers: dict[str, Any]
@@ -168,16 +168,6 @@ class SlowHomeExtension(CountsExtension):
             "page_cache": present,
             "mapped": _resident(home.data_ptr(), home.data_ptr() + home.nbytes),
             "request_state": sum(s.query.nbytes + s.chosen.nbytes for s in selections),
-        }
-
-    def memory(self) -> dict[str, int]:
-        """Bytes that this process keeps resident: its own, and of mapped files; its threads."""
-        process = psutil.Process()
-        info = process.memory_info()
-        return {
-            "own": info.rss - info.shared,
-            "mapped": info.shared,
-            "threads": process.num_threads(),
         }
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.worker_memory import MemoryExtension
+
 EXTENSION = "benchmarks.serving.worker_timing.TimingExtension"
 """To be given to an engine as `worker_extension_cls`."""
 
@@ -49,7 +51,7 @@ class _Collector(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-class TimingExtension:
+class TimingExtension(MemoryExtension):
     """Times the model runner, the model, its attention layers and the ops inside them.
 
     The seconds are inclusive: `runner` holds `forward`, which holds `attention_layer` and

@@ -29,6 +29,7 @@ from pathlib import Path
 from benchmarks.build import newer_commits
 from benchmarks.common import RESULTS, ROOT, write_text
 from benchmarks.tables import (
+    certificates,
     figures,
     fits,
     gpu,
@@ -49,6 +50,7 @@ from benchmarks.tables.markdown import CELL, Options, Results, read_results, sou
 KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "attention": indexes.attention,
     "capacity": places.capacity,
+    "certificates": certificates.certificates,
     "decode": prompts.decode,
     "disk": places.disk,
     "drafters": speculative.drafters,
@@ -71,6 +73,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "price": places.price,
     "prompts": prompts.kernels,
     "quality": quality.quality,
+    "quantised": indexes.quantised,
     "queries": quality.query_similarity,
     "ratios": prompts.ratios,
     "recall": quality.recall,
@@ -82,6 +85,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "ruler": quality.ruler,
     "sparse": prompts.sparse,
     "speculative": speculative.table,
+    "verifying": speculative.verifying,
     "steps": steps.steps,
     "tokens": steps.tokens,
     "turns": quality.turns,

@@ -1,4 +1,4 @@
-"""Tables of operations alone: `benchmarks.ops planning`, `attention`, `linear` and `scheduler`."""
+"""Tables of operations alone: `benchmarks.ops planning`, `attention`, `linear` and `quantised`."""
 
 from __future__ import annotations
 
@@ -83,3 +83,26 @@ def linear(results: Results, options: Options) -> str:
         ]
         rows.append([str(tokens), *cells, f"{found[0]['float32_ms']:.1f}"])
     return markdown(header, rows)
+
+
+WAYS = {
+    "vllm_16_ms": "vLLM, 16 bits",
+    "ours_8_ms": "`kvr_int8`",
+    "ours_4_ms": "`kvr_int4`",
+    "vllm_8_ms": "vLLM, W8A8",
+    "vllm_4_ms": "vLLM, W4A16",
+    "pytorch_8_ms": "PyTorch, 8 bits",
+    "pytorch_4_ms": "PyTorch, 4 bits",
+}
+"""Products of linear layers, in the order of the table."""
+
+
+def quantised(results: Results, options: Options) -> str:
+    """Milliseconds of a step's linear layers: a row per model and tokens, a column per product."""
+    (store,) = results.values()
+    ways = [way for way in WAYS if all(way in row for row in store["rows"])]
+    rows = [
+        [row["model"], f"{row['tokens']:,}", *(f"{row[way]:.1f}" for way in ways)]
+        for row in store["rows"]
+    ]
+    return markdown(["model", "tokens", *(f"{WAYS[way]}, ms" for way in ways)], rows)

@@ -3,8 +3,10 @@
 TASKS = {
     "alike-smollm2-4k": "alike headings",
     "copy-qwen-4k": "copy, Qwen2.5-Coder-0.5B, 4K",
+    "copy-Qwen2.5-Coder-1.5B-Instruct-4k": "copy, Qwen2.5-Coder-1.5B, 4K",
     "copy-smollm2-2k": "copy, SmolLM2-135M, 2K",
     "generation-smollm2-4k": "4,096 tokens of SmolLM2-135M",
+    "novel-Qwen2.5-Coder-1.5B-Instruct-4k": "novel, Qwen2.5-Coder-1.5B, 4K",
     "novel-smollm2-4k": "novel, SmolLM2-135M, 4K",
     "novel-smollm2_32k-8k": "novel, SmolLM2-135M-32K, 8K",
     "novel-smollm2_32k-16k": "novel, SmolLM2-135M-32K, 16K",

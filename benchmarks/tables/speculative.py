@@ -1,4 +1,5 @@
-"""Tables of drafts: `benchmarks.serving speculative` and `benchmarks.ops drafters`."""
+"""Tables of drafts: `benchmarks.serving speculative` and `verifying`, and `benchmarks.ops
+drafters`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from benchmarks.tables.markdown import Options, Results, markdown
 
 ALONE, DRAFTS, NGRAM = "no drafts", "drafts", "vLLM's ngram"
 FULL, LOSSLESS = "full", "lossless"
+BUDGET, WHOLE = "budget", "whole context"
 KINDS = ("copy", "code", "novel")
 
 
@@ -75,3 +77,20 @@ def drafters(results: Results, options: Options) -> str:
         shown = [f"{each['tokens_per_step']:.2f}, {each['speed_up']:.2f}x" for each in figures]
         rows.append([f"{cell['context']:,}", cell["text"], *shown])
     return markdown(["context", "text", *names], rows)
+
+
+def verifying(results: Results, options: Options) -> str:
+    """A row per kind of weights, context and reading: the time of a step by how many drafts it
+    verifies."""
+    rows, most = [], 0
+    for store in results.values():
+        weights = store["settings"]["weights"]
+        most = store["settings"]["drafts"]
+        for cell in store["cells"]:
+            times = (f"{ratio:.2f}x" for ratio in cell["ratios"][1:])
+            own = [weights, f"{cell['context']:,}", cell["reads"]]
+            own += [f"{cell['milliseconds'][0]:.1f}", *times]
+            rows.append([*own, f"{cell['once']:.2f}", f"{cell['token']:.3f}"])
+    counts = [f"{n} draft{'s' * (n > 1)}" for n in range(1, most + 1)]
+    header = ["weights", "context", "reads", "no drafts, ms", *counts]
+    return markdown([*header, "a draft takes", "and per token"], rows)

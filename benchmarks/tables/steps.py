@@ -10,6 +10,7 @@ from benchmarks.tables.markdown import Options, Results, builds, listed, markdow
 
 Cell = dict[str, Any]
 FULL = "full"
+GIB = 1 << 30
 
 
 def steps(results: Results, options: Options) -> str:
@@ -65,7 +66,10 @@ def first(results: Results, options: Options) -> str:
 
 
 def tokens(results: Results, options: Options) -> str:
-    """First tokens and further ones of a run whose prompts were read: a row per context."""
+    """First tokens and further ones of a run whose prompts were read: a row per context.
+
+    Of a run that has noted it the last row has the workers' memory, after the longest context.
+    """
     (store,) = results.values()
     cells = sorted(_by_size(store).items())
     (name,) = _methods(dict(cells))
@@ -79,6 +83,11 @@ def tokens(results: Results, options: Options) -> str:
         )
         times = [f"{stock:.1f}", f"{own:.1f}", ratio(stock / own)]
         rows.append([f"{context:,}", *times, _stock_ms(cell), *_figures(cell, name)])
+    memory = [engine.get("memory") for engine in store["engines"].values()]
+    if all(memory):
+        header += ["memory: vLLM alone, GiB", f"{name}, GiB"]
+        sizes = [f"{(each['own'] + each['mapped']) / GIB:.1f}" for each in memory]
+        rows = [[*row, *(sizes if row is rows[-1] else [""] * len(sizes))] for row in rows]
     return markdown(header, rows)
 
 

@@ -375,8 +375,8 @@ struct KernelTable {
 
 // The fastest table that this machine runs.
 const KernelTable& kernels();
-// A table by name ("avx512_bf16", "avx512", "avx2", "portable"); null if it is not compiled in, or
-// cannot run here.
+// A table by name ("avx512_amx", "avx512_bf16", "avx512", "avx2", "portable"); null if it is not
+// compiled in, or cannot run here.
 const KernelTable* kernels_for(const char* isa);
 // The names of all tables that are compiled in, fastest first, whether or not they run here.
 std::vector<const char*> compiled_isas();

@@ -1,28 +1,16 @@
 // Products with weights of 8 or 4 bits; compiled once per instruction set. Tokens are rounded to 8 bits,
 // each block of kBlock inputs by a scale of its own, and whole numbers are multiplied.
-#include <algorithm>
-#include <cmath>
-#include <vector>
-
-#include "kernels.h"
-#include "simd.h"
+#include "quantised.h"
 
 namespace kvr {
 namespace KVR_ISA {
 
-constexpr int kQuad = 4;                      // inputs of an output that lie side by side
-constexpr int kBlock = QuantisedLayer::kBlock;
-constexpr int kPanel = QuantisedLayer::kPanel;
 #if defined(__AVX512VNNI__)
 constexpr int kTokens = 8;                    // that share a read of weights; more have no registers
 #else
 constexpr int kTokens = 4;
 #endif
-constexpr int64_t kAtOnce = 256;              // tokens whose bytes stay in a near cache
-constexpr int64_t kSerialProducts = 1 << 15;  // work below which waking the other threads costs more
-
-// kQuad weights of kWidth outputs.
-using Bytes = int8_t __attribute__((vector_size(kQuad * kWidth)));
+constexpr int64_t kAtOnce = 256;  // tokens whose bytes stay in a near cache
 
 // The sums of products of bytes, of a block of inputs. Weights are signed, or from 0 to 15.
 template <bool kSigned>
@@ -65,83 +53,11 @@ struct Sums {
 #endif
 };
 
-inline Ints nearest(Floats x) {
-#if defined(__AVX512F__)
-  return (Ints)_mm512_cvtps_epi32((__m512)x);
-#elif defined(__AVX2__)
-  return (Ints)_mm256_cvtps_epi32(x);
-#else
-  Ints v;
-  for (int i = 0; i < kWidth; ++i) v[i] = static_cast<int32_t>(std::lrint(x[i]));
-  return v;
-#endif
-}
-
-// Tokens in 8 bits.
-struct Rounded {
-  std::vector<int8_t> values;  // [tokens, inputs], padded by zeros to whole blocks
-  std::vector<float> scales;   // [tokens, blocks]
-  std::vector<int32_t> sums;   // [tokens, blocks]; of values
-  int64_t blocks;
-
-  void resize(int64_t tokens, int64_t inputs) {
-    blocks = (inputs + kBlock - 1) / kBlock;
-    values.resize(tokens * blocks * kBlock);
-    scales.resize(tokens * blocks);
-    sums.resize(tokens * blocks);
-  }
-
-  // A block with a value that is not finite has a scale that is none, and so have its products.
-  void round_block(int64_t place, const float* x) {
-    Floats most = {}, odd = {};
-    for (int i = 0; i < kBlock; i += kWidth) {
-      const Floats v = load_as<Floats>(x + i);
-      most = max(most, max(v, -v));
-      odd += v * 0.0f;
-    }
-    float top = 0;
-    for (int i = 0; i < kWidth; ++i) top = std::max(top, most[i]);
-    const float inverse = top > 0 ? 127 / top : 0;
-    scales[place] = top / 127 + sum(odd);
-    int8_t* to = values.data() + place * kBlock;
-    Ints total = {};
-    for (int i = 0; i < kBlock; i += kWidth) {
-      const Ints v = nearest(load_as<Floats>(x + i) * inverse);
-      total += v;
-      const auto bytes = __builtin_convertvector(v, int8_t __attribute__((vector_size(kWidth))));
-      std::memcpy(to + i, &bytes, sizeof bytes);
-    }
-    sums[place] = 0;
-    for (int i = 0; i < kWidth; ++i) sums[place] += total[i];
-  }
-};
-
-template <class E>
-static void round_token(const QuantisedLayer& l, int64_t token, int64_t row, Rounded& to) {
-  const E* x = static_cast<const E*>(l.x) + token * l.inputs;
-  float block[kBlock];
-  E padded[kBlock];
-  for (int64_t b = 0; b < to.blocks; ++b) {
-    const int64_t left = l.inputs - b * kBlock;
-    const E* from = x + b * kBlock;
-    if (left < kBlock) {
-      std::fill_n(reinterpret_cast<uint8_t*>(padded), sizeof padded, 0);
-      std::copy_n(from, left, padded);
-      from = padded;
-    }
-    for (int i = 0; i < kBlock; i += kWidth) {
-      const Floats v = E::load(from + i);
-      std::memcpy(block + i, &v, sizeof v);
-    }
-    to.round_block(row * to.blocks + b, block);
-  }
-}
-
 // Of kWidth outputs from `output` on.
 template <class E, int kBits, bool kGroups>
 class Panel {
  public:
-  Panel(const QuantisedLayer& layer, const Rounded& x, int64_t first_token, int64_t output)
+  Panel(const QuantisedLayer& layer, const Rounded<1>& x, int64_t first_token, int64_t output)
       : l_(layer), x_(x), first_token_(first_token), output_(output) {
     const int64_t panel = output / kPanel, lane = output % kPanel;
     weights_ = l_.weights + (panel * x.blocks * kBlock * kPanel * kBits / 8 + lane * kQuad);
@@ -167,7 +83,7 @@ class Panel {
   void add_block(int64_t block, int64_t token, Floats* totals) const {
     const int8_t* w = weights_ + block * kBlock * kPanel * kBits / 8;
     const int64_t place = token * x_.blocks + block;
-    const int8_t* x = x_.values.data() + place * kBlock;
+    const int8_t* x = x_.values + place * kBlock;
     const int64_t row = x_.blocks * kBlock;
     Block all[T];
     KVR_UNROLL for (int t = 0; t < T; ++t) all[t].start(x_.sums[place + t * x_.blocks]);
@@ -177,9 +93,8 @@ class Panel {
         const auto factor = Block::prepared(both);
         KVR_UNROLL for (int t = 0; t < T; ++t) all[t].add(factor, x + t * row + i);
       } else {  // low halves are of the first inputs
-        using Pairs = uint16_t __attribute__((vector_size(sizeof(Bytes))));
-        const auto low = Block::prepared(both & int8_t{15});
-        const auto high = Block::prepared((Bytes)((Pairs)both >> 4) & int8_t{15});
+        const auto low = Block::prepared(low_halves(both));
+        const auto high = Block::prepared(high_halves(both));
         KVR_UNROLL for (int t = 0; t < T; ++t) {
           all[t].add(low, x + t * row + i);
           all[t].add(high, x + t * row + i + kQuad);
@@ -212,33 +127,18 @@ class Panel {
         }
         const Floats scale = Float16::load(groups_ + g * 2 * kPanel);
         const Floats offset = Float16::load(groups_ + (g * 2 + 1) * kPanel);
-        KVR_UNROLL for (int t = 0; t < T; ++t)
-          totals[t] += scale * group[t] + offset * offsets[t];
+        KVR_UNROLL for (int t = 0; t < T; ++t) {
+          totals[t] += scale * group[t];
+          totals[t] += offset * offsets[t];
+        }
       }
     }
-    KVR_UNROLL for (int t = 0; t < T; ++t) store(token + t, totals[t]);
-  }
-
-  void store(int64_t token, Floats total) const {
-    E* to = static_cast<E*>(l_.out) + (first_token_ + token) * l_.outputs + output_;
-    const int64_t left = std::min<int64_t>(kWidth, l_.outputs - output_);
-    const E* bias = l_.bias ? static_cast<const E*>(l_.bias) + output_ : nullptr;
-    total *= load_as<Floats>(l_.scales + output_);
-    if (left == kWidth) {
-      if (bias) total += E::load(bias);
-      return store_rounded<E>(to, total);
-    }
-    E values[kWidth] = {};
-    if (bias) {
-      std::copy_n(bias, left, values);
-      total += E::load(values);
-    }
-    store_rounded<E>(values, total);
-    std::copy_n(values, left, to);
+    KVR_UNROLL for (int t = 0; t < T; ++t)
+      store_result<E>(l_, first_token_ + token + t, output_, totals[t]);
   }
 
   const QuantisedLayer& l_;
-  const Rounded& x_;
+  const Rounded<1>& x_;
   const int64_t first_token_, output_;
   const int8_t* weights_;
   const Float16* groups_ = nullptr;
@@ -246,8 +146,8 @@ class Panel {
 
 template <class E, int kBits, bool kGroups>
 static void multiply_as(const QuantisedLayer& l) {
-  thread_local Rounded own;
-  Rounded& x = own;  // of the calling thread
+  thread_local Rounded<1> own;
+  Rounded<1>& x = own;  // of the calling thread
   const int64_t lanes = (l.outputs + kWidth - 1) / kWidth;
   x.resize(std::min(l.tokens, kAtOnce), l.inputs);
   for (int64_t first = 0; first < l.tokens; first += kAtOnce) {
@@ -256,7 +156,7 @@ static void multiply_as(const QuantisedLayer& l) {
 #pragma omp parallel if (parallel)
     {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < tokens; ++t) round_token<E>(l, first + t, t, x);
+      for (int64_t t = 0; t < tokens; ++t) x.round_token<E>(l, first + t, t);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < lanes; ++i)
         Panel<E, kBits, kGroups>(l, x, first, i * kWidth).multiply(tokens);

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks import common, worker_counts
-from benchmarks.quality.tasks import engine, metrics, scoring, variants
-from benchmarks.quality.tasks.base import Sample
-from benchmarks.quality.tasks.metrics import Scored
+from benchmarks.quality.tasks import engine, scoring, variants
+from vllm_kvretrieval.calibration import divergence
+from vllm_kvretrieval.calibration.divergence import Scored
+from vllm_kvretrieval.calibration.samples import Sample
 
 VARIANT = {variant.name: variant for variant in variants.VARIANTS}
 
@@ -31,7 +32,7 @@ def test_kl_over_the_whole_vocabulary_is_exact():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 5, 50))
     np.testing.assert_allclose(
-        metrics.kl_divergence(top(a, 50), top(b, 50)), exact_kl(a, b), rtol=1e-6, atol=1e-9
+        divergence.kl_divergence(top(a, 50), top(b, 50)), exact_kl(a, b), rtol=1e-6, atol=1e-9
     )
 
 
@@ -39,30 +40,30 @@ def test_kl_with_a_tail_bucket_is_a_close_lower_bound():
     rng = np.random.default_rng(1)
     a = rng.normal(size=(20, 5000)) * 3
     b = a + rng.normal(size=a.shape) * 0.2
-    bound, true = metrics.kl_divergence(top(a, 512), top(b, 512)), exact_kl(a, b)
+    bound, true = divergence.kl_divergence(top(a, 512), top(b, 512)), exact_kl(a, b)
     assert (bound <= true + 1e-12).all()
     assert bound.mean() > 0.9 * true.mean()
 
 
 def test_kl_of_a_distribution_to_itself_is_zero_and_disjoint_tops_are_finite():
     a = top(np.random.default_rng(2).normal(size=(3, 100)), 10)
-    np.testing.assert_allclose(metrics.kl_divergence(a, a), 0, atol=1e-12)
+    np.testing.assert_allclose(divergence.kl_divergence(a, a), 0, atol=1e-12)
     first, last = np.zeros((1, 100)), np.zeros((1, 100))
     first[0, :10], last[0, -10:] = 9, 9
-    assert np.isfinite(metrics.kl_divergence(top(first, 10), top(last, 10))).all()
+    assert np.isfinite(divergence.kl_divergence(top(first, 10), top(last, 10))).all()
 
 
 def test_kl_refuses_different_lengths():
     a = np.zeros((3, 10))
     with pytest.raises(ValueError, match="3 positions cannot be compared with 2"):
-        metrics.kl_divergence(top(a, 5), top(a[:2], 5))
+        divergence.kl_divergence(top(a, 5), top(a[:2], 5))
 
 
 def test_forced_scores_weigh_positions_not_samples():
     rng = np.random.default_rng(3)
     a, b = rng.normal(size=(2, 8, 30))
     full, other = [top(a[:2], 30), top(a[2:], 30)], [top(b[:2], 30), top(b[2:], 30)]
-    scores = metrics.forced_scores(full, other)
+    scores = divergence.forced_scores(full, other)
     assert scores["kl"] == pytest.approx(exact_kl(a, b).mean())
     assert scores["agreement"] == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
     assert scores["perplexity"] == pytest.approx(math.exp(-top(b, 30).target.mean()))
@@ -74,7 +75,7 @@ def test_forced_scores_of_turns():
     rng = np.random.default_rng(4)
     a, b = rng.normal(size=(2, 12, 30))
     full, other = [top(a[:6], 30), top(a[6:], 30)], [top(b[:6], 30), top(b[6:], 30)]
-    found = metrics.forced_scores(full, other, turns=3)["kl_turns"]
+    found = divergence.forced_scores(full, other, turns=3)["kl_turns"]
     expected = exact_kl(a, b).reshape(2, 3, 2).mean((0, 2))
     assert found == pytest.approx(expected, abs=1e-6)
 
@@ -83,13 +84,13 @@ def test_forced_scores_of_turns():
     ("generated", "found"), [("48213", True), (" 48213.", True), ("48219", False), ("", False)]
 )
 def test_answers_are_found_at_the_start(generated, found):
-    assert metrics.answer_found(generated, "48213") is found
+    assert divergence.answer_found(generated, "48213") is found
 
 
 def test_cache_share_counts_dense_layers_whole():
-    assert metrics.cache_share(999, 2, 100, 10, 0) == pytest.approx(0.1)
-    assert metrics.cache_share(999, 2, 100, 10, 1) == pytest.approx(0.9 * 0.1 + 0.1)
-    assert metrics.cache_share(999, 10, 4096, 10, 1) == 1.0
+    assert scoring.cache_share(999, 2, 100, 10, 0) == pytest.approx(0.1)
+    assert scoring.cache_share(999, 2, 100, 10, 1) == pytest.approx(0.9 * 0.1 + 0.1)
+    assert scoring.cache_share(999, 10, 4096, 10, 1) == 1.0
 
 
 def test_hybrid_models_count_their_full_layers_only(tmp_path):

@@ -16,13 +16,14 @@ from benchmarks import build
 from benchmarks.quality import __main__ as driver
 from benchmarks.quality import accuracy
 from benchmarks.quality.tasks import catalogue, scoring, store, variants
-from benchmarks.quality.tasks.base import Sample
-from benchmarks.quality.tasks.engine import BATCH, Questions
-from benchmarks.quality.tasks.metrics import Generated
+from benchmarks.quality.tasks.engine import BATCH
 from benchmarks.quality.tasks.variant import OWN, PAGE
 from tests.support.accuracy_figures import NOVEL, OLD, PASSKEY, SENTENCES
 from tests.support.byte_text import byte_text
 from tests.support.outside import MEDIAN, POINTS, install, installed
+from vllm_kvretrieval.calibration.asking import Questions
+from vllm_kvretrieval.calibration.divergence import Generated
+from vllm_kvretrieval.calibration.samples import Sample
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 from vllm_kvretrieval.retrieval.pooling import Pooling

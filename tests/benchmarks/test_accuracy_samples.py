@@ -7,15 +7,16 @@ import torch
 
 from benchmarks import texts
 from benchmarks.quality.tasks import forced, needles
-from benchmarks.quality.tasks.base import (
+from tests.support.byte_text import byte_text
+from vllm_kvretrieval.calibration.forcing import FORCED_TOKENS, ForceTokens
+from vllm_kvretrieval.calibration.needles import passkey_in_text
+from vllm_kvretrieval.calibration.samples import (
     BLIND_HEAD,
     BLIND_TAIL,
     TokenText,
     blind_positions,
     prompt_length,
 )
-from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
-from tests.support.byte_text import byte_text
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def text() -> TokenText:
 
 
 @pytest.mark.parametrize(
-    "build", [needles.passkey_in_novel, needles.passkey_in_sentences, needles.key_value_lookup]
+    "build", [passkey_in_text, needles.passkey_in_sentences, needles.key_value_lookup]
 )
 def test_needles_are_hidden_from_sinks_and_window(text, build):
     context, count = 4096, 5
@@ -41,9 +42,9 @@ def test_needles_are_hidden_from_sinks_and_window(text, build):
 
 
 def test_needle_samples_differ_and_are_reproducible(text):
-    first = needles.passkey_in_novel(text, 4096, 4)
+    first = passkey_in_text(text, 4096, 4)
     assert len({sample.answer for sample in first}) == 4
-    assert first == needles.passkey_in_novel(text, 4096, 4)
+    assert first == passkey_in_text(text, 4096, 4)
 
 
 def test_second_copy_forces_what_stands_in_the_prompt(text):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from benchmarks import build, common
-from benchmarks.quality.tasks import metrics, store
-from benchmarks.quality.tasks.base import Sample
-from benchmarks.quality.tasks.metrics import Generated
+from benchmarks.quality.tasks import store
 from tests.benchmarks.test_accuracy_metrics import top
 from tests.support.accuracy_figures import NEW, OLD
+from vllm_kvretrieval.calibration import divergence
+from vllm_kvretrieval.calibration.divergence import Generated
+from vllm_kvretrieval.calibration.samples import Sample
 
 
 def test_results_resume_where_the_key_matches(tmp_path, capsys):
@@ -79,7 +80,7 @@ def test_references_return_what_was_put(tmp_path):
     assert first.scored is not None
     assert (first.tokens, second.tokens, second.scored) == ((1, 2), (3,), None)
     np.testing.assert_array_equal(first.scored.top_ids, scored.top_ids)
-    np.testing.assert_allclose(metrics.kl_divergence(scored, first.scored), 0, atol=1e-5)
+    np.testing.assert_allclose(divergence.kl_divergence(scored, first.scored), 0, atol=1e-5)
     assert (tmp_path / ".gitignore").read_text() == "*\n"
 
 

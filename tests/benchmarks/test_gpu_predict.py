@@ -41,7 +41,7 @@ def test_a_launch_more_is_seen(monkeypatch):
 def test_what_is_beside_the_model_is_counted_apart():
     launches = counted.decode_step(of("host"), batch=1, context=131072, units=132)
     beside = [launch.kernel for launch in launches if launch.side]
-    assert beside == ["_score_kernel", "_select_kernel", "_resolve_kernel", "_recall_kernel"]
+    assert beside == ["_select_kernel", "_resolve_kernel", "_recall_kernel"]
     assert [launch.kernel for launch in launches if not launch.side].count("_recall_kernel") == 1
 
 

@@ -15,10 +15,10 @@ from benchmarks import build
 from benchmarks.quality import __main__ as driver
 from benchmarks.quality import prefill
 from benchmarks.quality.tasks import store
-from benchmarks.quality.tasks.base import Sample
-from benchmarks.quality.tasks.metrics import Generated
 from tests.benchmarks.test_accuracy_metrics import top
 from tests.support.byte_text import byte_text
+from vllm_kvretrieval.calibration.divergence import Generated
+from vllm_kvretrieval.calibration.samples import Sample
 
 CONTEXT = 2048
 SETTINGS = ["1024:128", "512:128"]
@@ -58,7 +58,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         ("retrieval_counts", lambda llm: {"prompt": len(fake.ran), "prompt_attended": 0}),
         ("prefix_cache_bytes", lambda model, samples, dtype: 1),
         ("model_fingerprint", lambda model: "weights"),
-        ("TokenText", lambda tokenizer: byte_text()),
+        ("novel_text", lambda tokenizer: byte_text()),
         ("AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: None)),
         ("RESULTS", tmp_path),
         ("_processor_time", itertools.count(1.0).__next__),

@@ -9,10 +9,11 @@ from benchmarks.quality import __main__ as driver
 from benchmarks.quality import examples, intensive
 from benchmarks.quality.examples import Example, read_examples
 from benchmarks.quality.ruler_tasks import scoring
-from benchmarks.quality.tasks import forced, metrics
-from benchmarks.quality.tasks.base import Sample
+from benchmarks.quality.tasks import forced
 from tests.benchmarks.test_ruler import SAMPLES
 from tests.support.byte_text import byte_text
+from vllm_kvretrieval.calibration import divergence
+from vllm_kvretrieval.calibration.samples import Sample
 
 GOOD = {"input": "Who?", "outputs": ["Ann"]}
 
@@ -143,10 +144,10 @@ def test_values_are_right_where_each_token_is():
     ids = np.zeros((count, 2), dtype=int)
     top = np.log(np.tile([0.6, 0.4], (count, 1)))
     target = top[:, 0].copy()
-    scored = metrics.Scored(target, ids, top)
-    assert metrics.right(scored, sample.parts) == 1
+    scored = divergence.Scored(target, ids, top)
+    assert divergence.right(scored, sample.parts) == 1
     target[sample.parts[1][1] - 2] = np.log(0.4)  # the token before the last
-    assert metrics.right(scored, sample.parts) == 0.5
+    assert divergence.right(scored, sample.parts) == 0.5
 
 
 def test_what_is_forced_in_part_is_no_value(monkeypatch):

@@ -33,6 +33,7 @@ DRAFTED = EMULATED | {
     },
 }
 REQUESTS = {name: Request(prompt(180, 30 + n), 14, by(name)) for n, name in enumerate(METHODS)}
+REQUESTS["soon beyond its budget"] = Request(prompt(88, 41), 14, by("quest"))
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,18 @@ def text_of(request, answer):
 
 
 def test_wrong_drafts_change_nothing(served, expected):
-    """The answers are those of an engine without drafts, in replays of graphs of four tokens."""
-    before = served.replays()
+    """The answers are those of an engine without drafts, in replays of graphs of four tokens.
+
+    No graph lacks what a row attends to, though the host takes drafts for accepted.
+    """
+    before, _ = served.replays(), served.graphs_taken()
     for name, request in REQUESTS.items():
         served.follow([text_of(request, expected[name])], 0.0)
         answer = served.alone(request)
         assert_same(answer, expected[name], TOLERANCE)
     assert served.replays() - before == sum(r.tokens - 1 for r in REQUESTS.values())
+    for graph, some, every in served.graphs_taken():
+        assert every if graph == "selections" else not some or graph == "both"
 
 
 def test_wrong_drafts_beside_prompts(served, expected):

@@ -5,11 +5,13 @@ One engine for the whole module, with a cache too small for three long requests;
 bfloat16. Its steps of single tokens are replays of graphs, or eager.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.support import device_engine
+from tests.support.device_engine import BOTH, SELECTIONS, WHOLE
 from tests.support.engine import (
     Request,
     alone,
@@ -198,12 +200,34 @@ def test_a_crowd_of_different_requests(served):
     crowd = [
         Request(r.prompt, r.tokens, r.options, arrives=2 * i) for i, r in enumerate(SPARSE.values())
     ]
-    before = served.replays_by_rows()
+    before, _ = served.replays_by_rows(), served.graphs_taken()
     answers = served.drive(crowd)
     for answer, name in zip(answers, SPARSE, strict=True):
         assert_same(answer, served.eager(name), TOLERANCE)
     after = served.replays_by_rows()
     assert all(after[rows] > before[rows] for rows in (1, 2, 4))
+    assert set(served.graphs_taken()) == {SELECTIONS}
+
+
+def test_graphs_with_one_half_of_attention(served):
+    """A step takes one if all of its rows need the same half, and no other step does: requests
+    beyond their budgets, within them and soon beyond them, exact ones, and the last token of a
+    prompt."""
+    crowd = [
+        Request(SPARSE["quest"].prompt, 14, by("quest")),
+        Request(SHORT.prompt, 5, {}, arrives=3),
+        Request(EXACT.prompt, 4, {"exact": True}, arrives=8),
+        Request(prompt(BUDGET - 2, 31), 6, {}, arrives=8),
+        Request(prompt(CHUNK + 1, 6), 2, {"exact": True}, arrives=14),
+    ]
+    served.drive(crowd[:1])
+    served.graphs_taken()
+    answers = served.drive(crowd)
+    taken = served.graphs_taken()
+    assert set(taken) == {SELECTIONS, WHOLE, BOTH}
+    alone = [served.drive([replace(request, arrives=0)])[0] for request in crowd]
+    for answer, other in zip(answers, alone, strict=True):
+        assert_same(answer, other, TOLERANCE)
 
 
 def test_a_prompts_last_token_alone_is_prefill(served):

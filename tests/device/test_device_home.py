@@ -11,6 +11,7 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.support import device_engine
+from tests.support.device_engine import KINDS, SELECTIONS
 from tests.support.engine import Request, assert_same, random_llama
 from vllm_kvretrieval.engine.cuda.runner import RetrievalModelRunner
 
@@ -119,6 +120,8 @@ def test_answers(engines):
         Request(prompt(60, 5), 6, {}, arrives=5),
     ]
     compare(engines, requests)
+    for taken in engines(device_engine.graphs_taken):
+        assert {SELECTIONS} < set(taken) <= {*KINDS}
     again = [
         Request(prompt(150, 1) + prompt(20, 6), 4, {}, cache=True),
         Request(prompt(150, 1)[:110] + prompt(30, 7), 4, {}, cache=True),
@@ -157,7 +160,8 @@ def test_requests_wait_for_slots(engines):
 def test_graphs_are_of_requests_that_run(engines):
     """None is captured for more rows than there are slots for, and their memory is measured over
     layers with slots. The second server was asked for nine requests."""
-    assert engines(attached) == [[(False, [4, 2, 1])] * 2, [(True, [4, 2, 1])] * 2]
+    rows = [4, 4, 4, 2, 2, 2, 1, 1, 1]  # with both halves of attention, and with either
+    assert engines(attached) == [[(False, rows)] * 2, [(True, rows)] * 2]
 
 
 def test_preemption(engines):

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support.model_configs import GEMMA, LFM, LLAMA
 from vllm_kvretrieval.drafting import pace
 from vllm_kvretrieval.drafting.lookup import LONGEST, find
-from vllm_kvretrieval.drafting.pace import MODEL, PROBE, Pace, row_cost
-from vllm_kvretrieval.engine.drafter import PATH, Drafter, Row
+from vllm_kvretrieval.drafting.pace import GOOD, MODEL, TRIES, VERIFY, Cost, Pace
+from vllm_kvretrieval.engine.cpu.step_costs import OWN, VLLMS, CpuStepCosts
+from vllm_kvretrieval.engine.drafter import PATH, Drafter, Reading, Row
 from vllm_kvretrieval.engine.running import Note
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -56,40 +58,76 @@ def test_drafts_are_as_long_as_pays():
     """Against all lengths: none yields more tokens in its time."""
     rng = random.Random(0)
     for _ in range(300):
-        own, kind, cost = Pace(), rng.randrange(MODEL + 1), rng.choice([0.02, 0.1, 0.3, 0.6])
+        own, kind = Pace(), rng.randrange(MODEL + 1)
+        cost = Cost(rng.choice([0.0, 0.15, 0.5]), rng.choice([0.02, 0.1, 0.3, 0.6]))
         for _ in range(rng.randrange(30)):
             drafted = rng.randint(1, 8)
             own.note(kind, drafted, rng.randint(0, drafted))
         likely, plan = own.acceptance(kind), own.plan(kind, 8, cost)
-        rates = [sum(likely**n for n in range(m + 1)) / (1 + m * cost) for m in range(9)]
+        times = [1 + cost.once + m * cost.token for m in range(1, 9)]
+        tokens = [sum(likely**n for n in range(m + 1)) for m in range(1, 9)]
+        rates = [pace.NOTHING.rate, *(of / time for of, time in zip(tokens, times, strict=True))]
         assert 0 < likely <= 1
         assert plan.rate == pytest.approx(max(rates))
         assert rates[plan.tokens] == pytest.approx(max(rates))
-    assert Pace().plan(-1, 8, 0.1) == pace.NOTHING
-    assert Pace().plan(MODEL, 0, 0.1) == pace.NOTHING
+    assert Pace().plan(-1, 8, VERIFY) == pace.NOTHING
+    assert Pace().plan(MODEL, 0, VERIFY) == pace.NOTHING
 
 
-def test_a_row_costs_more_in_a_larger_batch():
-    assert row_cost(1) == pytest.approx(pace.ROW)
-    costs = [row_cost(n) for n in (1, 2, 4, 16, 64)]
-    assert costs == sorted(costs)
-    assert costs[-1] < 1
+def step_costs(own: bool = True, slow: bool = False, **options: Any) -> CpuStepCosts:
+    """Of the small Llama."""
+    config = retrieving(drafts=MOST, **options)
+    runner = SimpleNamespace(model_config=config.model_config, vllm_config=config)
+    return CpuStepCosts(runner, slow, own)
+
+
+def test_a_draft_costs_more_in_a_larger_batch_and_over_a_longer_context():
+    costs = step_costs()
+    few, part = Reading(1, True), Reading(1024, False)
+    assert costs.verifying([few]) == [pytest.approx(VERIFY, rel=0.01)]
+    of_batches = [costs.verifying([few] * n)[0] for n in (1, 2, 4, 16)]
+    assert [cost.token for cost in of_batches] == sorted(cost.token for cost in of_batches)
+    assert of_batches[-1].token < 1
+    for own, most in ((True, OWN), (False, VLLMS)):
+        costs = step_costs(own)
+        assert costs.verifying([part]) == step_costs().verifying([part])
+        verified = [costs.verifying([Reading(n, True)])[0] for n in (10**3, 10**5, 10**9)]
+        for n, bound in enumerate(most):
+            found = [cost[n] for cost in verified]
+            assert found == sorted(found, reverse=bound < VERIFY[n])
+            assert found[-1] == pytest.approx(bound, rel=0.01)
+
+
+def test_a_step_over_the_budget_is_cheap_where_contexts_are_long_or_far():
+    costs, far = step_costs(), step_costs(slow=True)
+    assert costs.drafting([500], 1024) == 1
+    shares = [costs.drafting([length], 1024) for length in (2000, 10**5, 10**8)]
+    assert shares == sorted(shares, reverse=True)
+    assert far.drafting([10**5], 1024) < shares[1]
+    assert shares[-1] < 0.01
 
 
 def test_drafts_stop_where_they_are_wrong_and_are_tried_again():
-    own, cost, kind = Pace(), row_cost(1), Pace.kind(6)
-    steps = drafted = 0
-    for _ in range(40 * PROBE):
-        count = own.plan(kind, MOST, cost).tokens or int(own.probe(kind))
-        steps, drafted = steps + 1, drafted + count
+    own, cost, kind, steps = Pace(), VERIFY, Pace.kind(6), 2000
+    taken = 0.0
+    for _ in range(steps):
+        count = own.plan(kind, MOST, cost).tokens or int(own.probe(kind, MOST, cost))
         if count:
+            taken += cost.once + count * cost.token
             own.note(kind, count, 0)
-    assert drafted * cost / steps < 0.01, "the time that wrong drafts take"
-    for _ in range(40 * PROBE):  # now they are right
-        count = own.plan(kind, MOST, cost).tokens or int(own.probe(kind))
+    assert taken / steps < 1.2 * TRIES, "the time that wrong drafts take"
+    for _ in range(steps):  # now they are right
+        count = own.plan(kind, MOST, cost).tokens or int(own.probe(kind, MOST, cost))
         if count:
             own.note(kind, count, count)
     assert own.plan(kind, MOST, cost).tokens == MOST
+
+
+def test_what_could_never_pay_is_not_tried():
+    for cost, tried in ((Cost(0.5, 0.2), True), (Cost(0.5, GOOD), False)):
+        own = Pace()
+        assert any(own.probe(MODEL, MOST, cost) for _ in range(500)) == tried
+    assert not Pace().probe(-1, MOST, VERIFY)
 
 
 def configured(backend: str = "kvretrieval", model: dict[str, Any] | None = None, **options: Any):
@@ -116,6 +154,19 @@ def retrieving(**options: Any):
     return configured(additional_config={"kv_retrieval": options})
 
 
+class FakeCosts:
+    """A step over whole contexts takes a time, whatever they are, and drafts little of it."""
+
+    def __init__(self, step: float = 1.0) -> None:
+        self._step = step
+
+    def drafting(self, lengths: Sequence[int], budget: int) -> float:
+        return self._step
+
+    def verifying(self, readings: Sequence[Reading]) -> Sequence[Cost]:
+        return [VERIFY] * len(readings)
+
+
 class Steps:
     """Steps of requests that repeat a text of their prompt, and a drafter that follows them."""
 
@@ -127,7 +178,7 @@ class Steps:
         self.lengths = np.zeros(4, dtype=np.int32)
         self.batch: list[str] = []
         self.drafts: dict[str, list[int]] = {}
-        self.drafter.attach(self.notes, lambda: self.batch, None)
+        self.drafter.attach(self.notes, lambda: self.batch, FakeCosts(), None)
 
     def add(self, name: str, prompt: list[int]) -> None:
         self.notes[name] = Note(self.extra_args, len(prompt), len(prompt))
@@ -204,15 +255,12 @@ def test_no_draft_goes_beyond_the_longest_context():
 class FakeModel:
     """Drafts that say how long they were wanted."""
 
-    def __init__(self, cost: float, room: int = 10**6) -> None:
-        self._cost, self._room = cost, room
+    def __init__(self, room: int = 10**6) -> None:
+        self._room = room
         self.asked: list[Row] = []
 
     def room(self, place: int) -> int:
         return self._room
-
-    def cost(self, lengths: Sequence[int], budget: int) -> float:
-        return self._cost
 
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
         self.asked += rows
@@ -232,8 +280,8 @@ class FakeModel:
 def test_the_model_drafts_where_that_pays_more(prompt, cost, room, asks):
     steps = Steps(retrieving(lossless=True))
     steps.add("a", prompt)
-    model = FakeModel(cost, room)
-    steps.drafter.attach(steps.notes, lambda: steps.batch, model)
+    model = FakeModel(room)
+    steps.drafter.attach(steps.notes, lambda: steps.batch, FakeCosts(cost), model)
     steps.step({"a": [prompt[-1] + 1]})
     assert bool(model.asked) == asks
     if asks:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.texts import emma
-from tests.support.engine import Answer, Request, drive, engine, shortened
+from tests.support.drafter import reading_alone
+from tests.support.engine import Answer, Request, drive, engine, preemptions, shortened
 from vllm_kvretrieval.drafting.lookup import Match
 from vllm_kvretrieval.engine import drafter
 
@@ -64,11 +66,11 @@ def drafting(request, llm) -> Iterator[Callable[[], list[int]]]:
 
     def begin(worker: Any) -> None:
         names, model, counts = vars(drafter), worker.drafter._model, [0, 0]
-        worker.before, worker.counts = (names["find"], model._always), counts
+        worker.before, worker.counts = (names["find"], worker.drafter._costs), counts
         draft = model.draft
         if alone:
             names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
-            model._always = 0
+            worker.drafter._costs = reading_alone(worker)
 
         def counting(rows: Sequence[Any]) -> Any:
             counts[0] += len(rows)
@@ -78,7 +80,7 @@ def drafting(request, llm) -> Iterator[Callable[[], list[int]]]:
         model.draft = counting
 
     def end(worker: Any) -> None:
-        vars(drafter)["find"], worker.drafter._model._always = worker.before
+        vars(drafter)["find"], worker.drafter._costs = worker.before
         del worker.drafter._model.draft
 
     llm.collective_rpc(begin)
@@ -164,6 +166,30 @@ def test_a_stop_string_ends_within_a_draft(llm, prompts, full):
     for options in (FULL, LOSSLESS):
         answer = _generate(llm, prompts[15], options, stop=[stop])
         assert answer == text[: text.index(stop)]
+
+
+def test_structured_output(llm, prompts):
+    """Drafts that the grammar forbids are not verified; what it leaves is full attention's."""
+    choices = ["Knightley met Woodhouse", "Woodhouse met Emma again", "Emma"]
+    forced = StructuredOutputsParams(choice=choices)
+    for prompt in prompts[12:16]:
+        texts = [_generate(llm, prompt, way, structured_outputs=forced) for way in (FULL, LOSSLESS)]
+        assert texts[0] == texts[1] in choices
+
+
+def test_interrupted_requests(llm, prompts, full, drafting, monkeypatch):
+    """They lose their blocks with drafts in them, and go on."""
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    pool, of = scheduler.kv_cache_manager.block_pool, slice(17, 20)
+    enough = sum(len(prompt) // BLOCK + 1 for prompt in prompts[of])  # for the prompts
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - enough)
+    interrupted = preemptions(llm, monkeypatch)
+    try:
+        answers = drive(llm, [Request(prompt, TOKENS, LOSSLESS) for prompt in prompts[of]])
+    finally:
+        pool.free_blocks(held)
+    assert interrupted
+    assert [a.tokens for a in answers] == [a.tokens for a in full[of]]
 
 
 def _generate(llm: LLM, prompt: list[int], options: dict[str, Any], **params: Any) -> str:

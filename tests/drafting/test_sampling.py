@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.v1.sample import rejection_sampler
 
-from tests.support.drafter import Scripted
+from tests.support.drafter import Scripted, reading_alone
 from tests.support.engine import engine, model_of, prompt, random_llama
 from vllm_kvretrieval.drafting.lookup import Match
 from vllm_kvretrieval.engine import drafter
@@ -183,8 +184,9 @@ def own_drafts(llm: LLM) -> Iterator[Callable[[], int]]:
 
     def begin(worker: Any) -> None:
         names, model = vars(drafter), worker.drafter._model
-        worker.before, worker.drafted = (names["find"], model._always), 0
-        names["find"], model._always = (lambda tokens: Match(len(tokens) - 1, 0)), 0
+        worker.before, worker.drafted = (names["find"], worker.drafter._costs), 0
+        names["find"] = lambda tokens: Match(len(tokens) - 1, 0)
+        worker.drafter._costs = reading_alone(worker)
         draft = model.draft
 
         def counting(rows: Sequence[Any]) -> Any:
@@ -194,7 +196,7 @@ def own_drafts(llm: LLM) -> Iterator[Callable[[], int]]:
         model.draft = counting
 
     def end(worker: Any) -> None:
-        vars(drafter)["find"], worker.drafter._model._always = worker.before
+        vars(drafter)["find"], worker.drafter._costs = worker.before
         del worker.drafter._model.draft
         vars(worker.drafter).pop("propose", None)
 
@@ -230,6 +232,30 @@ def test_a_seed_repeats_an_answer(llm, own_drafts):
     first = draw(llm, asked, {}, [HOT], turns=3)
     follow(llm, [asked], 0.0)
     assert draw(llm, asked, {}, [HOT], turns=3) == first
+
+
+def test_steps_without_drafts_verify_nothing(llm, own_drafts):
+    """They are sampled as in an engine that never drafts, which takes less time."""
+
+    def count(worker: Any) -> None:
+        verify, worker.verified = rejection_sampler.rejection_sample, 0
+
+        def counting(*args: Any, **options: Any) -> torch.Tensor:
+            worker.verified += 1
+            return verify(*args, **options)
+
+        rejection_sampler.rejection_sample, worker.uncounted = counting, verify
+
+    def counted(worker: Any) -> int:
+        rejection_sampler.rejection_sample = worker.uncounted
+        return worker.verified
+
+    asked = prompt(SHORT)
+    for texts in ([], [asked]):  # without texts nothing is drafted
+        follow(llm, texts, 0.0)
+        llm.collective_rpc(count)
+        draw(llm, asked, {}, [WARM, HOT, None], turns=1)
+        assert (llm.collective_rpc(counted)[0] > 0) == bool(texts)
 
 
 def test_lossless_answers_are_sampled_as_full_attention_does(llm, logits, own_drafts):

@@ -14,6 +14,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engine import (
+    Answer,
     Request,
     alone,
     assert_resumed,
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.model]
 MODEL = "SmolLM2-135M-Instruct"
 LAYERS = 4
 BUDGET = 256
+EXACT_BELOW, PROMPT = 266, 258  # beyond the budget
 CHUNK = 256  # tokens per step
 BLOCK = 128
 SEQUENCES = 4
@@ -57,7 +59,9 @@ def stock(model):
     with engine(model, **STOCK) as llm:
         short = Request(novel(llm, 200, 0), BUDGET - 200)
         long = Request(novel(llm, 700, 50), 16)
-        return {"short": drive(llm, [short])[0], "long": drive(llm, [long])[0]}
+        grows = Request(novel(llm, PROMPT, 0), 80)
+        asked = {"short": short, "long": long, "grows": grows}
+        return {name: alone(llm, request) for name, request in asked.items()}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def llm(model, stock):
     with engine(
         model,
         attention_backend="freekv",
-        additional_config={"kv_retrieval": {"budget": BUDGET}},
+        additional_config={"kv_retrieval": {"budget": BUDGET, "exact_below": EXACT_BELOW}},
         **STOCK,
     ) as llm:
         yield llm
@@ -98,6 +102,17 @@ def scheduler(llm):
 def test_within_the_budget_answers_are_those_of_stock_vllm(llm, stock):
     answer = alone(llm, Request(novel(llm, 200, 0), BUDGET - 200, {}))
     assert_same(answer, stock["short"], tolerance=1e-5)
+
+
+def test_contexts_below_a_length_are_attended_to_in_full(llm, stock):
+    llm.collective_rpc(record_sparse)
+    answer = alone(llm, Request(novel(llm, PROMPT, 0), 80, {}))
+    ((positions,),) = (found.values() for found in llm.collective_rpc(recorded_sparse))
+    assert min(positions) == EXACT_BELOW - 1, "the token that completes the length"
+    assert len(positions) == PROMPT + 80 - EXACT_BELOW
+    whole = EXACT_BELOW - PROMPT
+    own, full = (Answer(of.tokens[:whole], of.logprobs[:whole]) for of in (answer, stock["grows"]))
+    assert_same(own, full, tolerance=1e-5)
 
 
 def test_exact_requests_get_the_answers_of_stock_vllm(llm, stock):

@@ -1,10 +1,14 @@
 """What a saved model that torch has compiled depends on, beside vLLM's own key."""
 
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+from torch._inductor import cpu_vec_isa
 from vllm.config import VllmConfig
 
 from vllm_kvretrieval.upstream import compiled
@@ -90,3 +94,26 @@ def test_a_model_without_retrieval_is_not_loaded():
     BundledAOTAutogradSerializableCallable.finalize_loading(None, config)
     with pytest.raises(ValueError, match="nothing says which CPU"):
         BundledAOTAutogradSerializableCallable.finalize_loading(None, stock)
+
+
+def test_vectors_are_tried_once(monkeypatch, tmp_path):
+    """What cannot be loaded is tried again."""
+    started = []
+    run = subprocess.run
+
+    def noted(*args, **options):
+        started.append(args)
+        return run(*args, **options)
+
+    monkeypatch.setattr(cpu_vec_isa.subprocess, "run", noted)
+    compiled.load_compiled(Network(fallback))
+    good, bad = tmp_path / "good.so", tmp_path / "bad.so"
+    good.write_bytes((Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes())
+    bad.write_bytes(b"no library")
+    isa = cpu_vec_isa.VecAVX2()
+    assert [isa._probe_load(str(path)) for path in (good, good, bad, bad)] == [
+        *(True, True),
+        *(False, False),
+    ]
+    tried = [str(good) in call[0][2] for call in started]
+    assert tried == [True, False, False]

@@ -272,6 +272,11 @@ def test_steps_known_to_be_within_the_budget_are_not_looked_at(runner, builder, 
     assert step.whole.index.tolist() == [1]
     assert table._steps[table.seats, :2].tolist() == [[4, 1], [4, 0]], "all were counted"
 
+    table._below[:] = 4 * PAGE + 3
+    runner.batch("a", "c")
+    assert split(builder, [4 * PAGE + 2, 9]) is None
+    assert [foreseen(a=1, c=1) for _ in range(2)] == [True, False], "beyond the budget, too"
+
     table.release(["a"])
     runner.batch("b")
     assert split(builder, [1003]) is None

@@ -73,6 +73,7 @@ ENGINES = {
     "memory": Kind(["kvretrieval", "quest", "freekv", "twilight"]),
     "other methods": Kind(["oracle", "streamingllm", "infllm", "arkvale", "full"]),
     "tokens in a file": Kind(["fier", "quest", "streamingllm"], {"home": "disk"}),
+    "kept prompts": Kind(["fier", "snapkv", "entropykv"]),
     "vLLM's kernel": Kind(["kvretrieval", "quest"], {"attention": "vllm"}),
     "pages in a file": Kind(["kvretrieval", "quest", "freekv"], {"home": "disk"}),
     "encoded pages": Kind(["kvretrieval", "freekv"], {"home": "disk", "codec": "k8v4"}, True),

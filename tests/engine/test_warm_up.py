@@ -1,10 +1,12 @@
-"""vLLM's warm-up of its V2 runner stays within what a worker has room for."""
+"""vLLM's warm-ups stay within what a worker has room for, and are no longer than they must be."""
 
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 
 from vllm_kvretrieval.compat import bound_warm_up
+from vllm_kvretrieval.upstream.compiled import warm_up_briefly
 
 
 def a_runner(v2):
@@ -31,3 +33,22 @@ def test_v1_has_no_such_requests():
     bound_warm_up(runner, 3, writes=False)
     assert runner.scheduler_config.max_num_seqs == 8
     assert runner.vllm_config.kernel_config.enable_jit_warmup
+
+
+@pytest.mark.parametrize(("saved", "tokens"), [(True, [64]), (False, [64, 4096])])
+def test_a_model_that_is_loaded_warms_up_with_few_tokens(monkeypatch, saved, tokens):
+    """One that is compiled is compiled for as many as a step may have."""
+    monkeypatch.delenv("VLLM_FORCE_AOT_LOAD", raising=False)
+    seen = []
+
+    def warming_up_model():
+        seen.append(runner.max_num_tokens)
+        if envs.VLLM_FORCE_AOT_LOAD and not saved:
+            raise FileNotFoundError
+
+    runner = SimpleNamespace(max_num_tokens=4096, warming_up_model=warming_up_model)
+    warm_up_briefly(runner)
+    runner.warming_up_model()
+    assert seen == tokens
+    assert runner.max_num_tokens == 4096
+    assert not envs.VLLM_FORCE_AOT_LOAD

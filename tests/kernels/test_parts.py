@@ -46,7 +46,7 @@ def test_parts_are_one_softmax(dtype, borders, sinks):
         query, [read_late(p, cache) for p in lists], merged, "token_major"
     )
     # Once, at the end, is the result rounded; with bfloat16 products weights are, too.
-    products = dtype == torch.bfloat16 and cpu.isa() == "avx512_bf16"
+    products = dtype == torch.bfloat16 and cpu.isa() in ("avx512_amx", "avx512_bf16")
     rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     torch.testing.assert_close(
         merged.float(), expected, atol=2e-2 if products else 1e-5, rtol=1e-5 + rounding

@@ -167,14 +167,16 @@ def test_nan_stays_in_its_row(isas):
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [*((dtype, 80) for dtype in TOLERANCE), (torch.bfloat16, 64)], ids=str
+)
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_token_reaches_only_those_who_see_it(dtype, window, value, isas):
+def test_a_token_reaches_only_those_who_see_it(dtype, size, window, value, isas):
     """Others have the same bits as without its value, in one chunk or several."""
     torch.manual_seed(6)
     seen, count = 261, 41
-    query, lists, clean = make_case(dtype, 80, 2, 3, 32, ((count, seen + count - 1),))
+    query, lists, clean = make_case(dtype, size, 2, 3, 32, ((count, seen + count - 1),))
 
     def attend_to(cache, first, last):
         starts = torch.tensor([0, last - first], dtype=torch.int32)
@@ -184,7 +186,7 @@ def test_a_token_reaches_only_those_who_see_it(dtype, window, value, isas):
     for token in (212, 231, 261, 271, 272, 300):
         cache = clean.clone()
         unit = cache[int(lists.entries[0, token // 32]), 1].flatten()
-        unit[80 * 32 :].view(32, 80)[token % 32, 7] = value
+        unit[size * 32 :].view(32, size)[token % 32, 7] = value
         limits = seen + torch.arange(count)
         sees = (token < limits) & (token >= limits - (window or seen + count))
         expected, _ = expected_of(query, lists, cache, window=window)

@@ -33,8 +33,8 @@ def bound(x, packed, dtype, exact):
 @pytest.mark.parametrize(
     ("bits", "group", "dtype"),
     [
-        *itertools.product((8,), (None, 32, 64), (torch.bfloat16,)),
-        *itertools.product((4,), (None, 32, 128), (torch.bfloat16,)),
+        *itertools.product((8,), (None, 32, 64, 128), (torch.bfloat16,)),
+        *itertools.product((4,), (None, 32, 128, 192), (torch.bfloat16,)),
         *((8, None, dtype) for dtype in (torch.float16, torch.float32)),
         *((4, 32, dtype) for dtype in (torch.float16, torch.float32)),
     ],
@@ -46,7 +46,7 @@ def test_products(bits, group, dtype):
     for outputs, inputs in SHAPES:
         packed = pack(*weights_of(outputs, inputs, bits, group))
         bias = torch.randn(outputs).to(dtype)
-        for tokens, given in itertools.product((0, 1, 3, 8, 13), (None, bias)):
+        for tokens, given in itertools.product((0, 1, 3, 8, 13, 37), (None, bias)):
             x = torch.randn(tokens, inputs).to(dtype)
             exact = reference.quantised_linear(x, packed, given)
             for isa in visited():
@@ -69,26 +69,29 @@ def test_extremes(bits):
     x[3, ::2] = -1
     x[4, :32] = 3e38
     for isa in visited():
-        found = multiply(x, packed)
-        assert torch.equal(found[:4, 0], torch.tensor([1.0, -1, 0, 0]) * number * inputs), isa
-        assert torch.isfinite(multiply(x[4:] / 1e6, packed)).all(), isa
+        for times in (1, 4):
+            found = multiply(x.repeat(times, 1), packed)[-5:-1, 0]
+            assert torch.equal(found, torch.tensor([1.0, -1, 0, 0]) * number * inputs), isa
+            assert torch.isfinite(multiply(x[4:].repeat(4 * times, 1) / 1e6, packed)).all(), isa
 
 
 def test_what_is_no_number_stays_none():
     """A token with an infinite or undefined input has no defined result; others have theirs."""
     packed = rounded(torch.randn(40, 64), 8)
-    x = torch.randn(3, 64)
-    x[0, 5], x[2, 40] = torch.inf, torch.nan
-    for isa in visited():
+    for tokens, isa in itertools.product((3, 20), visited()):
+        x = torch.randn(tokens, 64)
+        x[0, 5], x[2, 40] = torch.inf, torch.nan
         found = multiply(x, packed)
         assert not torch.isfinite(found[[0, 2]]).any(), isa
         assert torch.equal(found[1], multiply(x[1:2], packed)[0]), isa
 
 
-def test_a_token_depends_on_no_other():
+@pytest.mark.parametrize(("bits", "by_outputs"), [(4, False), (8, False), (8, True)], ids=str)
+def test_a_token_depends_on_no_other(bits, by_outputs):
     """Bits of a row are the same alone, in a batch, and by any number of threads."""
     torch.manual_seed(2)
-    packed, x = rounded(torch.randn(500, 96), 4), torch.randn(300, 96).bfloat16()
+    packed = rounded(torch.randn(500, 296), bits, by_outputs)
+    x = torch.randn(300, 296).bfloat16()
     for isa in visited():
         together, threads = multiply(x, packed), torch.get_num_threads()
         try:

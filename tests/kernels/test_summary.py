@@ -48,7 +48,7 @@ def summary(selected, *options, **env):
 def test_what_was_not_asked_for_is_not_tested(workers):
     assert summary("threshold_limits and portable", "-n", workers) == (
         "kernels tested: portable; not on this machine: none; "
-        "not in this run: avx512_bf16, avx512, avx2"
+        "not in this run: avx512_amx, avx512_bf16, avx512, avx2"
     )
 
 
@@ -56,5 +56,6 @@ def test_what_was_skipped_is_not_tested(tmp_path):
     (tmp_path / "poorer_machine.py").write_text(POORER_MACHINE)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     assert summary("threshold_limits", "-p", "poorer_machine", PYTHONPATH=path) == (
-        "kernels tested: avx2, portable; not on this machine: avx512; not compiled in: avx512_bf16"
+        "kernels tested: avx2, portable; not on this machine: avx512; "
+        "not compiled in: avx512_amx, avx512_bf16"
     )

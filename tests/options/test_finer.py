@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends import cpu_attn
 
 from tests.support.engine import model_of, random_llama
+from tests.support.isas import ISAS
 from vllm_kvretrieval.attention.cpu import refusals
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.presets import presets
@@ -24,8 +25,7 @@ model = model_of(random_llama, 2, 1)
 def served(model, monkeypatch):
     """The options that an engine gets, on a CPU where our own kernel attends by default."""
     by_element = {"float32": 2.0, "bfloat16": 2.0}
-    isas = ("avx512_bf16", "avx512", "avx2", "portable")
-    monkeypatch.setattr(refusals, "RATIOS", dict.fromkeys(isas, by_element))
+    monkeypatch.setattr(refusals, "RATIOS", dict.fromkeys(ISAS, by_element))
 
     def served(options, method="kvretrieval", dtype="bfloat16", layout=None, **engine):
         def isa(dtype, size, head_size=None):

@@ -9,6 +9,7 @@ from vllm.utils.argparse_utils import human_readable_int
 from vllm_kvretrieval.attention.cpu.refusals import check_home
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.request import RequestReader
 from vllm_kvretrieval.values import parse_size
 
 MIB = 1 << 20
@@ -97,10 +98,19 @@ def test_host_memory_is_no_home_on_the_cpu():
         check_home(VllmConfig(), config)
 
 
-def test_contexts_beyond_the_budget_are_selected_from_on_the_cpu():
-    config = RetrievalConfig.from_options("freekv", {"exact_below": 4096})
-    with pytest.raises(RetrievalConfigError, match=r"exact_below=4096 is for .* budget=4096"):
+def test_a_file_is_not_read_in_full_at_each_step():
+    config = RetrievalConfig.from_options("freekv", {"exact_below": 4096, "home": "disk"})
+    with pytest.raises(RetrievalConfigError, match=r"exact_below=4096 has no effect with home=d"):
         check_home(VllmConfig(), config)
+    with pytest.raises(RetrievalConfigError, match=r"exact_below=4096 has no effect with snapkv"):
+        RetrievalConfig.from_options("snapkv", {"exact_below": 4096})
+
+
+def test_blocks_of_short_contexts_are_exact():
+    config = RetrievalConfig.from_options("freekv", {"budget": 1024, "exact_below": 4096})
+    assert RequestReader(config).read(None).certain_budget(config) == 4095
+    config = RetrievalConfig.from_options("freekv", {"budget": 1024, "exact_below": 512})
+    assert RequestReader(config).read(None).certain_budget(config) == 1024
 
 
 def test_kivi_needs_no_option_but_its_name():

@@ -111,6 +111,16 @@ def test_models(configure, model, options, message, backend):
     configure(model, attention_backend=None, **options)
 
 
+def test_values_that_are_mixtures(configure):
+    """K2-Horizon; without them it is served (`tests/models/test_plain_families.py`)."""
+    model = LLAMA | {"mova_num_experts": 8}
+    with pytest.raises(
+        ValueError, match=r"freekv cannot serve .* on a CPU: its values are mixtures of 8 experts"
+    ):
+        configure(model)
+    configure(model | {"mova_num_experts": 0})
+
+
 STORE = {"kv_retrieval": {"home": "disk", "store": "/tmp/kvs"}}
 TRANSFER = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 ENGINES = {
@@ -177,10 +187,19 @@ ENGINES = {
     "drafts of methods that drop tokens": (
         {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            "additional_config": {"kv_retrieval": {"also": ["snapkv"]}},
+            "additional_config": {"kv_retrieval": {"also": ["h2o"]}},
         },
-        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops "
-        "tokens; use methods that select pages, such as kvretrieval, or leave it out.",
+        "--speculative-config verifies drafts, of which some are taken back, and h2o drops a token "
+        "at each step (schedule running or sliding); set schedule=once, or leave it out.",
+    ),
+    "drafts of methods that drop tokens, from a file": (
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "additional_config": {"kv_retrieval": {"also": ["snapkv"], "home": "disk"}},
+        },
+        "--speculative-config with home=disk verifies several tokens, of which some are taken "
+        "back, and snapkv drops tokens; use methods that select pages, such as kvretrieval, or "
+        "home=device, or leave it out.",
     ),
     "decode contexts": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},

@@ -135,11 +135,14 @@ def _plan_now(query: torch.Tensor, step: DecodeRows, chooser: Chooser) -> None:
             now, before = (q.view(shape) for q in (query[row], selection.query[seat]))
             fresh, threshold = bool(step.fresh[row]), float(step.numbers["threshold"][row])
             corrected = [fresh or turned(*of, threshold) for of in zip(now, before, strict=True)]
-            selection.corrected[seat] = torch.tensor(corrected).int()
+            found = torch.tensor(corrected).int()
             if selection.counts is not None:
                 pages = -(-int(step.seq_lens[row]) // chooser.store.page_size)
                 between = pages - int(step.sink[row]) - int(step.window[row])
-                selection.corrected[seat] += 2 * (selection.counts[seat] >= between).int()
+                found += 2 * (selection.counts[seat] >= between).int()
+                # Heads that select nothing are not asked.
+                found = torch.where(selection.counts[seat] > 0, found, selection.corrected[seat])
+            selection.corrected[seat] = found
     reference.plan_decode(query, step, chooser)
     for row, seat in enumerate(step.seats.tolist()):
         if step.mode[row] == Mode.SELECT and step.select[row] > 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvretrieval.storage.huge_pages import HUGE_PAGE, use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import HUGE_PAGE, new_memory_in_huge_pages, use_huge_pages
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -39,3 +39,19 @@ def test_memory_that_is_in_use():
 
 def test_too_little_for_one():
     assert use_huge_pages([torch.zeros(100), torch.zeros(0)]) == 0
+
+
+def test_memory_that_a_block_of_code_fills():
+    """Older memory stays as it is, and so does what is reserved and not filled."""
+    if not MODE.exists() or "[never]" in MODE.read_text():
+        pytest.skip("the system has no huge pages")
+    older = torch.ones(12 * HUGE_PAGE // 8)
+    before = in_huge_pages(older)
+    with new_memory_in_huge_pages() as found:
+        newer, reserved = torch.arange(24 * HUGE_PAGE // 8), torch.empty(200 * HUGE_PAGE)
+    assert found.in_huge_pages < 100 * HUGE_PAGE
+    if found.in_huge_pages:  # kernels before 6.1 do so by and by
+        assert in_huge_pages(newer) >= 20 * HUGE_PAGE
+    assert in_huge_pages(older) <= max(before, found.in_huge_pages)
+    assert torch.equal(newer, torch.arange(24 * HUGE_PAGE // 8))
+    assert len(reserved)

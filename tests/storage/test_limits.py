@@ -230,7 +230,7 @@ def test_a_server_says_so_and_leaves_nothing(tmp_path):
             processes.update(psutil.Process(server.process.pid).children(recursive=True))
         time.sleep(0.2)
     assert server.process.poll() == 1, server.text()[-5000:]
-    assert len(processes) >= 2, "an engine and its worker"
+    assert processes, "an engine"
     _, left = psutil.wait_procs(processes, timeout=10)
     assert not left
     assert list(home.iterdir()) == []

@@ -198,4 +198,4 @@ def test_names_that_are_refused(tmp_path, capsys, names, why):
 def test_options_of_an_engine_are_for_add_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["store", "ls", str(tmp_path), "--", "--dtype", "float32"])
-    assert "for `chat` and `store add` alone" in capsys.readouterr().err
+    assert "for `chat`, `certify` and `store add` alone" in capsys.readouterr().err

@@ -25,10 +25,11 @@ pytestmark = [pytest.mark.engine]
 
 
 CASES = [("gemma3", "device")]
-OTHERS = ("gemma4", "gemma4_shared", "gpt_oss", "llama4", "lfm2", "qwen3_next")
+OTHERS = ("gemma3n", "gemma4", "gemma4_shared", "gpt_oss", "llama4", "lfm2", "qwen3_next")
+STATES = ("granite", "nemotron", "falcon_h1", "zamba2")
 SLOW = [
     ("gemma3", "disk"),
-    *((name, home) for name in (*OTHERS, "granite", "nemotron") for home in ("device", "disk")),
+    *((name, home) for name in (*OTHERS, *STATES) for home in ("device", "disk")),
 ]
 
 

@@ -13,9 +13,9 @@ KERNELS = {
     "recall": "_recall_kernel",
     "resolve": "_resolve_kernel",
     "rows": "_prepare_kernel",
-    "scores": "_score_kernel",
     "select": "_select_kernel",
     "stage": "_stage_kernel",
+    "stats": "keep_scores",
     "tokens": "_rank_kernel",
     "write": "_write_kernel",
 }

@@ -3,7 +3,8 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.quality.tasks.base import TokenText
+from benchmarks.quality.tasks.base import novel_text
+from vllm_kvretrieval.calibration.samples import TokenText
 
 
 def byte_text() -> TokenText:
@@ -12,4 +13,4 @@ def byte_text() -> TokenText:
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    return TokenText(PreTrainedTokenizerFast(tokenizer_object=raw))
+    return novel_text(PreTrainedTokenizerFast(tokenizer_object=raw))

@@ -131,6 +131,7 @@ class Chain:
                 ScoreRoom(
                     torch.empty(pairs, group, CONTEXT * store.parts),
                     torch.empty(pairs, 2, 2, group),
+                    torch.zeros(pairs, dtype=torch.int32),
                 ),
                 key, value, query, out, torch.zeros(pairs, group),
                 DecodeWorkspace.empty(

@@ -19,7 +19,6 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
-    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
@@ -74,7 +73,7 @@ class Layer:
             rows=rows, kv_heads=kv_heads, group=group, entries=entries, width=16, programs=3,
             device=device, positions=positions,
         )  # fmt: skip
-        self.room = ScoreRoom(*map(torch.empty_like, (self.plan.scores, self.plan.stats)))
+        self.room = self.plan.another()
         for tensor in self.plan.scores, self.plan.stats, self.room.scores, self.room.stats:
             tensor.fill_(float("nan"))
 

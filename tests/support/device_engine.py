@@ -54,6 +54,11 @@ def prepare():
 
 _engine: Any = None
 
+SELECTIONS, WHOLE, BOTH = KINDS = (
+    ("selections", True, True), ("whole contexts", False, False), ("both", True, False),
+)  # fmt: skip
+"""What the graphs of steps are for, and what the device then finds out; see ``graphs_taken``."""
+
 
 def open_engine(model, options):
     """Start the engine of this process."""
@@ -162,6 +167,13 @@ def replays_by_rows():
     for descriptor, graph in _runner().cudagraph_manager.graphs.items():
         counts[descriptor.num_reqs] += graph.count  # of some rows there is one for adapters, too
     return dict(counts)
+
+
+def graphs_taken():
+    """See ``ReplayManager.taken``; from now on anew."""
+    taken = list(_runner().cudagraph_manager.taken)
+    _runner().cudagraph_manager.taken.clear()
+    return taken
 
 
 def _runner():

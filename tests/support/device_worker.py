@@ -24,14 +24,18 @@ class DeviceRunner(RetrievalModelRunner, model_runner.CPUModelRunner):
     ops: ClassVar[Any] = side.ops
     make_side = staticmethod(lambda device: DeviceRunner.side)
     map_home = staticmethod(lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+    graphs = ReplayManager
 
     def __init__(self, *args):
         with mock.patch.object(gpu_model_runner, "init_speculator", device_drafts.init):
             super().__init__(*args)
 
-    def initialize_kv_cache(self, *args, **options):
-        with mock.patch.object(gpu_model_runner, "ModelCudaGraphManager", ReplayManager):
-            super().initialize_kv_cache(*args, **options)
+    def _attach_retrieval(self, *args):
+        super()._attach_retrieval(*args)
+        groups = [group for groups in self.attn_groups for group in groups]
+        builders = [group.get_metadata_builder() for group in groups]
+        self.cudagraph_manager.builders = [b for b in builders if getattr(b, "ops", None)]
+        self.cudagraph_manager.taken = []
 
 
 class DeviceWorker(RetrievalGPUWorker, CPUWorker):

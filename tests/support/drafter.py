@@ -1,9 +1,12 @@
 """A drafter whose drafts a test decides on, for vLLM's ``custom_class``."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
+
+from vllm_kvretrieval.drafting.pace import Cost
 
 DRAFTER = "tests.support.drafter.Scripted"
 
@@ -11,6 +14,13 @@ DRAFTER = "tests.support.drafter.Scripted"
 def speculation(drafts: int) -> dict[str, Any]:
     """vLLM's ``speculative_config`` for this drafter."""
     return {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": drafts}
+
+
+def reading_alone(worker: Any) -> Any:
+    """What steps of a worker would take if reading contexts were all that they do."""
+    costs = copy(worker.drafter._costs)
+    costs._always, costs._whole = 0, Cost(0.0, 0.0)
+    return costs
 
 
 class Scripted:

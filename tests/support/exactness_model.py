@@ -161,8 +161,8 @@ class Truth:
         end = start + tokens
         lens = np.array([end], dtype=np.int32)
         if tokens == 1 and table.decodes(seat, lens)[0]:
-            pages = -(-lens // self.config.page_size)
-            return ~split_rows(table.records[seat], pages, np.array([True])).sparse
+            beyond = lens > table.whole_tokens(seat)
+            return ~split_rows(table.records[seat], beyond, np.array([True])).sparse
         if (
             self.prefill is not None
             and table.prefill_budgets(seat).any()

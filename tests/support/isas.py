@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
+ISAS = ("avx512_amx", "avx512_bf16", "avx512", "avx2", "portable")
 tested: set[str] = set()
 absent: set[str] = set()  # compiled in, but this machine does not run it
 missing: set[str] = set()  # not compiled in

@@ -18,7 +18,6 @@ from vllm_kvretrieval.kernels.device import (
     DevicePlan,
     DeviceRequests,
     DeviceRows,
-    ScoreRoom,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
@@ -85,8 +84,7 @@ class Layers:
             rows=SEATS, kv_heads=KV_HEADS, group=GROUP, entries=TABLE, width=width, programs=1,
             device="cpu", positions=side is not None,
         )  # fmt: skip
-        scores, stats = (torch.empty_like(of) for of in (self.plan.scores, self.plan.stats))
-        self.room, self.side = ScoreRoom(scores, stats), side
+        self.room, self.side = self.plan.another(), side
         if side is None:
             return
         buffers = torch.full((2, buffer_pages, *self.caches.shape[2:]), float("nan"), dtype=DTYPE)

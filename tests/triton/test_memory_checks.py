@@ -49,7 +49,7 @@ RECALL = {
 RACING = {
     "decode": (DECODE, ["partial_out"]),
     "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
-    "select": (IN_TILES, ["scores", "scores", "chosen"]),
+    "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }
 """What races without each of the barriers of a kernel, in their order."""
 
@@ -94,12 +94,19 @@ CHANGES = {
         IN_TILES | {"group": 1},
         "threads race for counts",
     ),
-    "a verdict that every program writes": (
-        "scores",
-        "if program == 0:",
-        "if True:",
+    "a selection before all have scored": (
+        "select",
+        'sem="acq_rel"',
+        'sem="relaxed"',
         STEPS,
-        "programs race for corrected",
+        "programs race for (stats|scores|previous)",
+    ),
+    "a length that every program writes": (
+        "select",
+        "mask=program == 0",
+        "mask=program >= 0",
+        STEPS,
+        "programs race for lengths",
     ),
     "two writers": (
         "write",
@@ -116,9 +123,9 @@ CHANGES = {
         "programs race for slots: store at recall.py",
     ),
     "two values for a place": (
-        "scores",
-        "members)[:, None] * score_stride",
-        "members // 2)[:, None] * score_stride",
+        "stats",
+        "members[:, None] * score_stride",
+        "(members // 2)[:, None] * score_stride",
         STEPS,
         "different values to a place",
     ),

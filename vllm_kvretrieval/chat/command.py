@@ -159,10 +159,10 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
     given.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     model, serving = _plan(given, [document.text for document in documents])
     _tell(model, serving)
-    from vllm_kvretrieval.upstream.defaults import all_cores
+    from vllm_kvretrieval.upstream.defaults import forked_on_all_cores
 
     key = secrets.token_urlsafe()
-    settings = {"VLLM_PLUGINS": "kvretrieval", **all_cores()}
+    settings = {"VLLM_PLUGINS": "kvretrieval", **forked_on_all_cores()}
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)  # not without the server
     kept = "nothing is kept of them"

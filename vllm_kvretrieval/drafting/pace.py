@@ -14,18 +14,29 @@ WEIGHT = 4.0
 """Drafted tokens that a prior counts for."""
 MEMORY = 64.0
 """Drafted tokens of a kind after which the older ones count half as much."""
-PROBE = 32
-"""Steps of a kind without a draft after which a single token is tried."""
-ROW = 0.1
-"""The time that a further row of a step takes, as a share of a step of one row (on CPUs)."""
+TRIES = 0.005
+"""The share of a request's time that may go into drafts of a kind that does not pay, to find out
+whether that has changed."""
+GOOD = 0.9
+"""How likely tokens are accepted where drafts are good; what would not pay then is not tried."""
 
 
-def row_cost(requests: int) -> float:
-    """The time of a row in a step of so many requests, in units of the time for one token.
+class Cost(NamedTuple):
+    """The time that a draft takes, in that of a step without drafts for each of its requests.
 
-    A row takes the same time in a larger batch, where a step yields more tokens.
+    Attributes:
+        once: Of any draft, however long.
+        token: Of each of its tokens.
     """
-    return requests * ROW / (1 - ROW + requests * ROW)
+
+    once: float
+    token: float
+
+
+VERIFY = Cost(0.15, 0.03)
+"""The time of a draft of a single request, as a share of a step beside its reads of contexts
+(``python -m benchmarks.serving verifying``): a step of several rows multiplies matrices, attends
+and samples by other functions, while each row adds little to what is read."""
 
 
 class Plan(NamedTuple):
@@ -40,7 +51,9 @@ class Plan(NamedTuple):
     rate: float
 
 
-NOTHING = Plan(0, 1.0)
+NOTHING = Plan(0, 1.05)
+"""No draft, in place of one that promises a gain of less than a twentieth: how likely tokens are
+accepted is a guess at first, and a step that accepts none has lost its time."""
 
 
 class Pace:
@@ -50,12 +63,12 @@ class Pace:
     from the accepted ones and those that were wrong. Nothing is known of the tokens behind these.
     """
 
-    __slots__ = ("_accepted", "_skipped", "_tried")
+    __slots__ = ("_accepted", "_tried", "_waited")
 
     def __init__(self) -> None:
         self._accepted = [WEIGHT * prior for prior in PRIOR]
         self._tried = [WEIGHT] * len(PRIOR)
-        self._skipped = [0] * len(PRIOR)
+        self._waited = [0.0] * len(PRIOR)
 
     @staticmethod
     def kind(match: int) -> int:
@@ -66,30 +79,29 @@ class Pace:
         """How likely a token of a kind is accepted."""
         return self._accepted[kind] / self._tried[kind]
 
-    def plan(self, kind: int, most: int, cost: float) -> Plan:
+    def plan(self, kind: int, most: int, cost: Cost) -> Plan:
         """The draft of a kind that yields most tokens in the time that it takes.
 
         Args:
             kind: The kind; -1: there is nothing to draft.
             most: Its most tokens.
-            cost: The time that each of them takes, as a share of a step without drafts.
+            cost: The time that it takes.
         """
-        best, likely, tokens, last = NOTHING, 0.0, 1.0, 1.0
-        if kind >= 0:
-            likely = self.acceptance(kind)
-        for count in range(1, most + 1 if likely else 1):
-            last *= likely
-            tokens += last
-            rate = tokens / (1 + count * cost)
-            if rate <= best.rate:
-                break
-            best = Plan(count, rate)
-        return best
+        return best(self.acceptance(kind), most, cost) if kind >= 0 else NOTHING
 
-    def probe(self, kind: int) -> bool:
-        """Whether to try a token of a kind that does not pay, to find out if that has changed."""
-        self._skipped[kind] = (self._skipped[kind] + 1) % PROBE
-        return self._skipped[kind] == 0
+    def probe(self, kind: int, most: int, cost: Cost) -> bool:
+        """Whether to try a token of a kind that does not pay; see :data:`TRIES`.
+
+        Args:
+            kind, most, cost: See :meth:`plan`.
+        """
+        if kind < 0 or not best(GOOD, most, cost).tokens:
+            return False
+        self._waited[kind] += TRIES
+        if self._waited[kind] < cost.once + cost.token:
+            return False
+        self._waited[kind] = 0.0
+        return True
 
     def note(self, kind: int, drafted: int, accepted: int) -> None:
         """Note that of a draft of a kind the first ``accepted`` tokens were right, and no more."""
@@ -98,3 +110,21 @@ class Pace:
             self._tried[kind] /= 2
         self._accepted[kind] += accepted
         self._tried[kind] += accepted + (accepted < drafted)
+
+
+def best(likely: float, most: int, cost: Cost) -> Plan:
+    """The draft that yields most tokens in the time that it takes.
+
+    Args:
+        likely: How likely each of its tokens is accepted behind others that were.
+        most: Its most tokens.
+        cost: The time that it takes.
+    """
+    found, tokens, last = NOTHING, 1.0, 1.0
+    for count in range(1, most + 1):
+        last *= likely
+        tokens += last
+        rate = tokens / (1 + cost.once + count * cost.token)
+        if rate > found.rate:
+            found = Plan(count, rate)
+    return found

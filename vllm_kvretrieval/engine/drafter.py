@@ -9,18 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vllm_kvretrieval.drafting.lookup import find
-from vllm_kvretrieval.drafting.pace import MODEL, Pace, Plan, row_cost
+from vllm_kvretrieval.drafting.pace import MODEL, Cost, Pace, Plan
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestReader
+from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 
 PATH = f"{__name__}.Drafter"
 """What vLLM's ``speculative_config`` names as ``model``."""
-
-
-DEAR = 0.8
-"""The time of a step that drafts, as a share of one over whole contexts, from which on the model is
-not even tried."""
 
 
 class Row(NamedTuple):
@@ -41,20 +36,44 @@ class Row(NamedTuple):
     drafts: int
 
 
-class ModelDrafts(Protocol):
-    """Drafts by the served model itself, over the budget's pages."""
+class Reading(NamedTuple):
+    """What a request reads of its context in a step.
 
-    def room(self, place: int) -> int:
-        """Tokens that the blocks hold of the request with this place in the batch."""
-        ...
+    Attributes:
+        tokens: How many tokens it attends to.
+        whole: Whether these are the whole context; otherwise the budget's pages.
+    """
 
-    def cost(self, lengths: Sequence[int], budget: int) -> float:
+    tokens: int
+    whole: bool
+
+
+class StepCosts(Protocol):
+    """How long steps take."""
+
+    def drafting(self, lengths: Sequence[int], budget: int) -> float:
         """The time of a step that drafts, as a share of one over whole contexts.
 
         Args:
             lengths: Tokens of the contexts of a step.
             budget: Tokens that a draft attends to.
         """
+        ...
+
+    def verifying(self, readings: Sequence[Reading]) -> Sequence[Cost]:
+        """The time that drafts of each of the requests of a step take.
+
+        Args:
+            readings: Theirs.
+        """
+        ...
+
+
+class ModelDrafts(Protocol):
+    """Drafts by the served model itself, over the budget's pages."""
+
+    def room(self, place: int) -> int:
+        """Tokens that the blocks hold of the request with this place in the batch."""
         ...
 
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -85,6 +104,7 @@ class Drafter:
         self._longest = vllm_config.model_config.max_model_len
         self._notes: Mapping[str, Note] = {}
         self._batch: Callable[[], Sequence[str]] = list
+        self._costs: StepCosts
         self._model: ModelDrafts | None = None
         self._paces: dict[str, Pace] = {}
         self._drafted: dict[str, _Draft] = {}
@@ -97,6 +117,7 @@ class Drafter:
         self,
         notes: Mapping[str, Note],
         batch: Callable[[], Sequence[str]],
+        costs: StepCosts,
         model: ModelDrafts | None,
     ) -> None:
         """Connect the drafter to the running requests.
@@ -104,9 +125,10 @@ class Drafter:
         Args:
             notes: What is known of the requests that have not ended, by id.
             batch: Returns the requests of the step in batch order, by id.
+            costs: Say how long steps take.
             model: Drafts for requests with ``lossless``; None: they have lookups only.
         """
-        self._notes, self._batch, self._model = notes, batch, model
+        self._notes, self._batch, self._costs, self._model = notes, batch, costs, model
 
     def begin_step(self, verified: Mapping[str, Sequence[int]], ended: Iterable[str]) -> None:
         """Begin a step.
@@ -138,38 +160,39 @@ class Drafter:
             slot_mappings: Not needed.
             others: What later releases of vLLM may pass.
         """
-        batch = self._batch()
-        lengths = [int(num_tokens_no_spec[n]) for n, new in enumerate(sampled_token_ids) if new]
+        batch, asked = self._batch(), dict[int, RequestOptions]()
+        for place, sampled in enumerate(sampled_token_ids):
+            if sampled:
+                request = batch[place]
+                extra_args = self._notes[request].extra_args
+                asked[place] = read_options(request, extra_args, self._reader)
+                self._note_verified(request, len(sampled) - 1)
+        lengths = {place: int(num_tokens_no_spec[place]) for place in asked}
+        readings = [self._reading(lengths[place], options) for place, options in asked.items()]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = list[Row]()
-        for place, sampled in enumerate(sampled_token_ids):
-            if not sampled:
-                continue
-            request, length = batch[place], int(num_tokens_no_spec[place])
-            options = read_options(request, self._notes[request].extra_args, self._reader)
-            pace = self._paces.setdefault(request, Pace())
-            self._note_verified(request, pace, len(sampled) - 1)
+        costs = self._costs.verifying(readings)
+        for (place, options), cost in zip(asked.items(), costs, strict=True):
+            request, length = batch[place], lengths[place]
             most = min(options.drafts, self._longest - length - 1)
             if most <= 0:
                 continue
-            model = self._model if options.lossless else None
-            budget = options.budget.total * self._config.page_size
-            step = 1.0 if model is None else model.cost(lengths, budget)
-            cost = row_cost(len(lengths)) * step
-            context = token_ids_cpu[place, :length]
+            pace, context = self._paces[request], token_ids_cpu[place, :length]
             match = find(context)
-            kind = pace.kind(match.length)
-            plan = pace.plan(kind, min(most, length - match.end), cost)
-            if model is not None:
-                room = min(most, model.room(place) - length + 1)
-                own = pace.plan(MODEL, room, step + cost)
-                if own.tokens == 0 < room and step < DEAR and pace.probe(MODEL):
+            kind, there = pace.kind(match.length), min(most, length - match.end)
+            plan = pace.plan(kind, there, cost)
+            if options.lossless and self._model is not None:
+                room = min(most, self._model.room(place) - length + 1)
+                step = self._costs.drafting([*lengths.values()], self._budget(options))
+                dearer = cost._replace(token=cost.token + step)
+                own = pace.plan(MODEL, room, dearer)
+                if own.tokens == 0 and pace.probe(MODEL, room, dearer):
                     own = Plan(1, plan.rate + 1)
                 if own.rate > plan.rate:
                     rows.append(Row(request, place, length, int(context[-1]), own.tokens))
                     continue
             count = plan.tokens
-            if count == 0 and kind >= 0 and pace.probe(kind):
+            if count == 0 and pace.probe(kind, there, cost):
                 count = 1
             if count:
                 drafts[place] = context[match.end : match.end + count].tolist()
@@ -181,8 +204,20 @@ class Drafter:
                 self._drafted[row.request] = _Draft(MODEL, len(drafted))
         return drafts
 
-    def _note_verified(self, request: str, pace: Pace, accepted: int) -> None:
+    def _budget(self, options: RequestOptions) -> int:
+        """Tokens that a request attends to at most, if not to everything."""
+        return options.budget.total * self._config.page_size
+
+    def _reading(self, length: int, options: RequestOptions) -> Reading:
+        """What a request reads of a context of so many tokens."""
+        budget = self._budget(options)
+        short = length <= max(budget, options.certain_budget(self._config))
+        whole = options.exact or short
+        return Reading(length if whole else budget, whole)
+
+    def _note_verified(self, request: str, accepted: int) -> None:
         """Note what became of the request's last draft, if the step has verified some of it."""
+        pace = self._paces.setdefault(request, Pace())
         drafted = self._drafted.pop(request, None)
         verified = sum(token >= 0 for token in self._verified.get(request, ()))
         if drafted is not None and verified:

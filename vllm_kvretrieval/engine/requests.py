@@ -22,7 +22,7 @@ from vllm_kvretrieval.retrieval.seats import SEAT
 
 
 class ForeseenSteps:
-    """Steps that an earlier one has foreseen: its requests decode on, within their budgets.
+    """Steps that an earlier one has foreseen: its requests decode on, and attend in full.
 
     They attend to whole contexts, so nobody plans them, and they are booked together, later.
 
@@ -36,7 +36,7 @@ class ForeseenSteps:
         self._left = self._passed = 0
 
     def foresee(self, batch: Iterable[str], steps: int) -> None:
-        """Say that after this step come so many in which its batch stays within its budgets."""
+        """Say that after this step come so many in which its batch attends in full."""
         self._batch, self._left = frozenset(batch), steps
 
     def begin_step(
@@ -156,6 +156,9 @@ class RequestTable:
         # Units of selection in a page, by the number of the method.
         tokens = [config.page_size if m.per_token else 1 for m in config.methods.values()]
         self._units = np.array(tokens, dtype=np.int64)
+        # Tokens that requests of a method attend to in full beyond their budgets.
+        below = [config.whole_beyond_budget(method) for method in config.methods.values()]
+        self._below = np.array(below, dtype=np.int64)
         self._context = np.zeros(capacity, dtype=np.int32)
         self.arrived: frozenset[str] = frozenset()
         self.loaded: LoadedPages | None = None
@@ -343,6 +346,12 @@ class RequestTable:
         Otherwise it belongs to a prompt, or is computed anew after an interruption.
         """
         return lens > self.ends[seats]
+
+    def whole_tokens(self, seats: np.ndarray) -> np.ndarray:
+        """int64 [n]; tokens of the longest contexts that steps attend to in full."""
+        records = self.records[seats]
+        tokens = records["total"].astype(np.int64) * self.config.page_size
+        return np.maximum(tokens, self._below[records["method"]])
 
     def certain(self, seats: np.ndarray, before: np.ndarray, lens: np.ndarray) -> np.ndarray:
         """int [n]; tokens of contexts with a step, without drafts that it may reject.

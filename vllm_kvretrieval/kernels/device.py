@@ -124,10 +124,17 @@ class ScoreRoom:
         scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
+        arrivals: int32 [>= N]; 0 between launches. How many programs of a list have ended.
     """
 
     scores: torch.Tensor
     stats: torch.Tensor
+    arrivals: torch.Tensor
+
+    def another(self) -> "ScoreRoom":
+        """As much room again."""
+        like = torch.empty_like(self.scores), torch.empty_like(self.stats)
+        return ScoreRoom(*like, torch.zeros_like(self.arrivals))
 
 
 @dataclass
@@ -166,6 +173,7 @@ class DevicePlan(ScoreRoom):
         return cls(
             torch.empty(lists, group, entries, device=device),
             torch.empty(lists, programs, 2, group, device=device),
+            torch.zeros(lists, dtype=torch.int32, device=device),
             torch.zeros(lists, width, dtype=torch.int32, device=device),
             torch.full((lists,), -1, dtype=torch.int32, device=device),
             positions,

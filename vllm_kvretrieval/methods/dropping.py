@@ -75,7 +75,8 @@ class Dropping:
             fresh=torch.from_numpy(rows.fresh.astype(np.uint8)),
             per_token=True,
         )
-        lists = TokenLists(decode_rows.lists, decode_rows.lengths, 1, facts.kv_heads)
+        listed, starts = decode_rows.lists, decode_rows.starts
+        lists = TokenLists(listed, decode_rows.lengths, 1, facts.kv_heads, starts=starts)
         return DecodePlan(number, decode_rows, rows.index, lists, own=new)
 
     def see(self, step: Step) -> list[Watch]:

@@ -192,6 +192,16 @@ class RetrievalConfig(Options):
         """Whether a request may set an option (``client_options``)."""
         return self.client_options is None or option in self.client_options
 
+    def whole_beyond_budget(self, method: Method) -> int:
+        """Tokens of contexts that steps of a method attend to in full, whatever the budget.
+
+        It is 0 with families that do not have ``exact_below``: those keep a part of a prompt, by
+        their budgets.
+        """
+        if self.exact_below is None or "exact_below" not in method.options:
+            return 0
+        return max(self.exact_below - 1, 0)
+
     @property
     def budget_limit(self) -> int:
         """The largest budget of a request, in tokens."""

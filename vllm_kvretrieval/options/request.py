@@ -155,9 +155,10 @@ class RequestOptions:
         method = config.methods[self.method]
         if not method.attends_within_budget:
             return 0
+        budget = self.budget.total * config.page_size
         if config.memory_fraction is not None and not self.own_budget:
-            return config.budgets.least(method)
-        return self.budget.total * config.page_size
+            budget = config.budgets.least(method)
+        return max(budget, config.whole_beyond_budget(method))
 
     def wants_exact_prefix(self, config: RetrievalConfig) -> bool:
         """Whether the request may only share keys and values that full attention has computed.

@@ -235,10 +235,10 @@ class Options:
         None,
         TOKENS,
         "contexts of fewer tokens are attended to in full though they are beyond the budget; 0: "
-        "none are; only on a GPU, where the cache is on the device",
-        "as long as that takes no longer than to select, by budget and batch",
+        "none are; only with `home=device`",
+        "on a CPU 0; on a GPU as long as that takes no longer than to select, by budget and batch",
         neutral=0,
-        more="gpu.md#the-engine",
+        more="#short-contexts",
     )
     drafts: int = of_drafts.DRAFTS
     lossless: bool = of_drafts.LOSSLESS_SWITCH

@@ -17,6 +17,17 @@ class CpuRetrieval(RetrievalPlatform):
     refusals = "vllm_kvretrieval.attention.cpu.refusals"
 
     @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        parallel = vllm_config.parallel_config
+        executor = parallel.distributed_executor_backend
+        super().check_and_update_config(vllm_config)
+        if parallel.worker_cls == cls.worker:
+            from vllm_kvretrieval.engine.cpu import processes
+
+            if executor == processes.ALONE:
+                processes.share_process(vllm_config)
+
+    @classmethod
     def retrieval_backend(cls, backend: Any, selector: Any, num_heads: int | None) -> str:
         return str(backend.get_path())
 
@@ -25,6 +36,14 @@ class CpuRetrieval(RetrievalPlatform):
         from vllm_kvretrieval.platforms.finer import finer_options  # which loads the kernels
 
         return finer_options(vllm_config, method)
+
+    @classmethod
+    def facts_of(
+        cls, vllm_config: "VllmConfig", config: RetrievalConfig
+    ) -> Mapping[str, Any] | None:
+        from vllm_kvretrieval.platforms.measured import facts_of  # which loads the kernels
+
+        return facts_of(vllm_config, config)
 
     @classmethod
     def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

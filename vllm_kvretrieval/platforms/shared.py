@@ -19,10 +19,11 @@ from vllm_kvretrieval.options.source import (
     read_option_files,
     selected_method,
 )
+from vllm_kvretrieval.platforms import certified
 from vllm_kvretrieval.platforms.requests import check_request
 from vllm_kvretrieval.retrieval.layers import has_windows
 from vllm_kvretrieval.retrieval.needs import CPU, Setting
-from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.retrieval.presets import backend_names, preset_names
 from vllm_kvretrieval.upstream.rotations import check_rotations, keep_rotations
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class RetrievalPlatform(Platform):
     def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         """Options that a method has on this platform in place of its preset's."""
         return {}
+
+    @classmethod
+    def facts_of(
+        cls, vllm_config: "VllmConfig", config: RetrievalConfig
+    ) -> Mapping[str, Any] | None:
+        """What figures of an engine depend on; None: there are no certificates on this platform."""
+        return None
 
     @classmethod
     def attending_kernels(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> str:
@@ -113,16 +121,17 @@ class RetrievalPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        method = selected_method(vllm_config)
         worker = vllm_config.parallel_config.worker_cls
         super().check_and_update_config(vllm_config)
+        certified.resolve(cls, vllm_config)
+        method = selected_method(vllm_config)
         if method is None:
             if worker == cls.worker or _drafts(vllm_config):
                 return  # vLLM makes a draft model's configuration of one that has been checked
             if options_of(vllm_config):
                 raise RetrievalConfigError(
                     f"kv_retrieval={options_of(vllm_config)!r} has no effect without a retrieval "
-                    f"backend: add --attention-backend with one of {', '.join(preset_names())}."
+                    f"backend: add --attention-backend with one of {', '.join(backend_names())}."
                 )
             return
         read_option_files(vllm_config)

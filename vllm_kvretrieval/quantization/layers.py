@@ -1,5 +1,7 @@
 """Layers of vLLM's models with quantised weights."""
 
+import functools
+
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.linear import (
@@ -18,6 +20,16 @@ from vllm_kvretrieval.quantization.rounding import rounded
 VOCABULARY_BITS = 8
 
 
+@functools.cache
+def permit_tiles() -> None:
+    """Ask the system for AMX, which vLLM's attention uses in this process without asking.
+
+    Otherwise oneDNN asks, as it makes products of 16 bits; with ours in place of all of them a step
+    of --enforce-eager would end in an illegal instruction. On other CPUs nothing happens.
+    """
+    torch.cpu._init_amx()
+
+
 def keep(layer: torch.nn.Module, packed: Packed, name: str = "weight") -> None:
     """Let a layer have packed weights.
 
@@ -26,6 +38,7 @@ def keep(layer: torch.nn.Module, packed: Packed, name: str = "weight") -> None:
         packed: Its weights.
         name: The parameter in whose place they are.
     """
+    permit_tiles()
     layer.register_parameter(name, Parameter(packed.weights, requires_grad=False))
     layer.register_buffer("packed_scales", packed.scales, persistent=False)
     layer.register_buffer("packed_groups", packed.groups, persistent=False)

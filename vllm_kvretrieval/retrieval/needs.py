@@ -28,6 +28,7 @@ class Need(Enum):
     HEADS = "lets some heads read everything"
     LAYERS_SHARE = "lets layers share a selection"
     DROPS = "drops tokens"
+    DROPS_ALWAYS = "drops a token at each step (schedule running or sliding)"
     PROMPTS = "keeps tokens by the attention of whole prompts"
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
@@ -182,8 +183,18 @@ SELECTING = "use methods that select pages, such as kvretrieval"
 SPECULATION = Setting(
     "--speculative-config",
     {
+        Need.DROPS_ALWAYS: Lack(
+            "verifies drafts, of which some are taken back",
+            "set schedule=once, or leave it out",
+        )
+    },
+)
+FAR_SPECULATION = Setting(
+    "--speculative-config with a slow home",
+    {
         Need.DROPS: Lack(
-            "verifies drafts, of which some are taken back", f"{SELECTING}, or leave it out"
+            "verifies several tokens, of which some are taken back",
+            f"{SELECTING}, or home=device, or leave it out",
         )
     },
 )
@@ -254,6 +265,7 @@ SETTINGS = (
     CAPPED_LOGITS,
     UNKNOWN_KEYS,
     SPECULATION,
+    FAR_SPECULATION,
     PIPELINE,
     UNKNOWN_STAGES,
     PARTIAL_MODELS,

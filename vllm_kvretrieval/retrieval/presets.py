@@ -230,6 +230,11 @@ OWN = {
     "oracle": Preset("the best pages by all their keys, slowly: for evaluation", index="exact"),
 }
 
+CERTIFIED = "certified"
+"""The backend that stands for a method that is measured to lose nothing of a model, or for ..."""
+EXACT = "full"
+"""... the one that attends to everything; see :mod:`vllm_kvretrieval.platforms.certified`."""
+
 EXPLAINED = "entropykv"
 """The method that ``vllm-kvretrieval explain`` shows if the user names none."""
 
@@ -237,6 +242,11 @@ EXPLAINED = "entropykv"
 def preset_names() -> tuple[str, ...]:
     """Names of all presets, those of other packages included; nothing is imported."""
     return *OWN, *(name for name in names(ENTRY_POINTS) if name not in OWN)
+
+
+def backend_names() -> tuple[str, ...]:
+    """What ``--attention-backend`` may name: the presets, and ``certified``."""
+    return *preset_names(), CERTIFIED
 
 
 @functools.cache
@@ -248,10 +258,11 @@ def presets() -> dict[str, Preset]:
     """
     known = dict(OWN)
     for name, preset in entry_points(ENTRY_POINTS).items():
-        if not isinstance(preset, Preset) or name in known or name != name.lower():
+        taken = name in known or name == CERTIFIED
+        if not isinstance(preset, Preset) or taken or name != name.lower():
             raise RetrievalConfigError(
                 f"entry point {name} of {ENTRY_POINTS} must name a Preset, in lower case, unlike "
-                f"{', '.join(OWN)}; got {preset!r}."
+                f"{', '.join([*OWN, CERTIFIED])}; got {preset!r}."
             )
         known[name] = preset
     return known

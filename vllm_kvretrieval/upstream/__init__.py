@@ -49,6 +49,18 @@ WORKAROUNDS = (
         "vLLM loads what inductor has compiled, by a key with both.",
     ),
     Workaround(
+        "upstream.compiled._probe_once",
+        "At every start torch loads a library for each kind of the CPU's vectors in a process of "
+        "its own, which takes a second.",
+        "torch remembers what it has tried.",
+    ),
+    Workaround(
+        "engine.cpu.processes.share_process",
+        "On CPUs a worker that is alone has a process of its own, and all are spawned, since "
+        "OpenMP reads its cores when a process starts.",
+        "vLLM binds threads of a process that runs.",
+    ),
+    Workaround(
         "upstream.defaults.all_cores",
         "A core is kept back for the front end, half of a machine with two.",
         "The core is kept back on large machines only.",
@@ -60,6 +72,12 @@ WORKAROUNDS = (
         "The kernel gives states in the middle of a chunk, or the scheduler ends chunks at blocks.",
     ),
     Workaround(
+        "quantization.layers.permit_tiles",
+        "Attention on CPUs uses AMX without asking the system for it: it is permitted only once "
+        "oneDNN has made a product, and without one a worker ends by an illegal instruction.",
+        "Attention asks for AMX itself.",
+    ),
+    Workaround(
         "upstream.seeds.prompts_without_seeds",
         "On CPUs the engine ends at a request with a seed whose prompt takes several steps: the V1 "
         "runner takes back what it has drawn for the tokens that it drops.",
@@ -69,10 +87,10 @@ WORKAROUNDS = (
         "upstream.verifying.verify_as_asked",
         "On CPUs the rejection sampler verifies drafts of requests that sample by temperatures, "
         "top_k and top_p that nobody has written: the function that repeats them for each draft "
-        "writes floats and int32 into a copy. And the engine fails at a request with top_k and "
-        "without top_p in a step that has no drafts.",
+        "writes floats and int32 into a copy. And in a step without drafts it verifies none at "
+        "length, and fails at a request with top_k and without top_p.",
         "The output that the sampler has allocated holds what is repeated, of whatever type, and "
-        "a step may have no drafts.",
+        "a step without drafts is sampled as in an engine without.",
     ),
     Workaround(
         "upstream.rotations.keep_rotations",

@@ -8,22 +8,36 @@ every start.
 vLLM's key of the saved model leaves out some of the things that the code depends on: the CPU and
 its vectors, how each linear layer multiplies, and whether the model takes tokens or embeddings.
 Here they become a part of the configuration, on which the key depends.
+
+vLLM warms a model up with as many tokens as a step may have, since what it compiles depends on
+their number. A model that is loaded needs few.
+
+torch tries at every start whether this machine runs code with the CPU's vectors, in a process for
+each kind of them. Here it tries each of them once.
 """
 
+import contextlib
 import hashlib
 import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+from vllm import envs
+from vllm.logger import init_logger
 
 from vllm_kvretrieval import __version__
 from vllm_kvretrieval.quantization import layers, packing, product
 from vllm_kvretrieval.upstream import linear, mending, rotary
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+logger = init_logger("vllm.kvretrieval.worker")
 
 CPUINFO = Path("/proc/cpuinfo")
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
@@ -32,6 +46,11 @@ CODE = (linear, mending, rotary, layers, packing, product)
 """Modules of ours whose functions are a part of the compiled code."""
 FIELD = "compiled_for"
 """The entry of vLLM's ``additional_config``."""
+FORCED = "VLLM_FORCE_AOT_LOAD"
+"""vLLM's variable by which a saved model that cannot be loaded is an error."""
+FEW = 64
+"""Tokens of the warm-up of a model that is loaded."""
+_PROBE = VecISA._probe_load
 
 
 def load_compiled(network: nn.Module) -> None:
@@ -41,12 +60,68 @@ def load_compiled(network: nn.Module) -> None:
         network: The model, with its weights and all changes to it. Its parts that vLLM compiles
             have not been called yet.
     """
+    VecISA._probe_load = _probe_once
     parts = [part for part in network.modules() if not getattr(part, "do_not_compile", True)]
     for config in {id(part.vllm_config): part.vllm_config for part in parts}.values():
         if isinstance(additional := config.additional_config, Mapping):
             config.additional_config = {**additional, FIELD: _compiled_for(config, network)}
     if not hasattr(Loaded, "finalize_loading"):
         Loaded.finalize_loading = _already_whole
+
+
+def warm_up_briefly(runner: "CPUModelRunner") -> None:
+    """Let a runner warm up with few tokens where the model is loaded, and as vLLM does otherwise.
+
+    Args:
+        runner: Of a worker that is alone, since all warm up with as many tokens; of a model without
+            images; and with a KV cache of a given size: where vLLM chooses the size, it looks at
+            the memory that the warm-up takes.
+    """
+    as_vllm_does, most = runner.warming_up_model, runner.max_num_tokens
+
+    def warm_up() -> None:
+        runner.max_num_tokens = min(FEW, most)
+        try:
+            with forced_loading():
+                as_vllm_does()
+            return
+        except Exception as error:  # an error that is not of loading comes again
+            logger.debug("The model is compiled: %s", error)
+        finally:
+            runner.max_num_tokens = most
+        as_vllm_does()
+
+    runner.warming_up_model = warm_up
+
+
+@contextlib.contextmanager
+def forced_loading() -> Iterator[None]:
+    """Let vLLM raise an error in place of compiling a model that it cannot load."""
+    before = os.environ.get(FORCED)
+    os.environ[FORCED] = "1"
+    try:
+        if not envs.VLLM_FORCE_AOT_LOAD:
+            raise RuntimeError(f"vLLM does not look at {FORCED} any more")
+        yield
+    finally:
+        if before is None:
+            del os.environ[FORCED]
+        else:
+            os.environ[FORCED] = before
+
+
+def _probe_once(isa: VecISA, library: str) -> bool:
+    """Whether a library that torch has compiled for an ISA can be loaded.
+
+    A file beside the library says that it was. Its name depends on all that it is compiled from.
+    """
+    loaded = Path(f"{library}.loaded")
+    if loaded.exists():
+        return True
+    if found := _PROBE(isa, library):
+        with contextlib.suppress(OSError):
+            loaded.touch()
+    return found
 
 
 def _already_whole(loaded: Loaded, vllm_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Numbers by which vLLM verifies drafts of requests that sample, on CPUs."""
+"""How vLLM samples in steps that may verify drafts, on CPUs."""
 
 from functools import wraps
 from typing import Any
@@ -12,27 +12,33 @@ def verify_as_asked() -> None:
 
     On CPUs vLLM repeats these numbers by a function in place of a Triton kernel, which writes
     int64 alone. All others go into a copy, and the sampler reads memory that nobody has written.
-    And with ``top_k`` alone it looks for the largest one of a step's drafts, though there be none.
+    And in a step without drafts it draws a random number for each word that might replace one, and
+    with ``top_k`` alone looks for the largest one of the step's drafts.
     """
     module: Any = rejection_sampler
     module.expand_batch_to_tokens = repeated
-    constrain = module.apply_sampling_constraints
-    if not hasattr(constrain, "__wrapped__"):
-        module.apply_sampling_constraints = unless_empty(constrain)
+    sampler = module.RejectionSampler
+    if not hasattr(sampler.forward, "__wrapped__"):
+        sampler.forward = where_drafted(sampler.forward)
 
 
-def unless_empty(constrain: Any) -> Any:
-    """See vLLM's ``rejection_sampler.apply_sampling_constraints``; without drafts nothing is done.
+def where_drafted(verify: Any) -> Any:
+    """VLLM's ``RejectionSampler.forward`` for steps with drafts; others are sampled as ever.
 
     Args:
-        constrain: VLLM's function of logits float32 [drafts, V], and of what else it takes.
+        verify: That function: of the sampler, the step's ``SpecDecodeMetadata``, probabilities of
+            drafts, logits [drafts + R, V] and ``SamplingMetadata``; returns a ``SamplerOutput``.
     """
 
-    @wraps(constrain)
-    def constrained(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-        return constrain(logits, *others) if len(logits) else logits
+    @wraps(verify)
+    def sample(
+        self: Any, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        if metadata.max_spec_len:
+            return verify(self, metadata, draft_probs, logits, sampling_metadata)
+        return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
 
-    return constrained
+    return sample
 
 
 def repeated(

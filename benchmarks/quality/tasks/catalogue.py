@@ -11,17 +11,19 @@ from benchmarks.cli import GEMMA3, QWEN, SMOLLM2, SMOLLM2_32K
 from benchmarks.quality.examples import Example
 from benchmarks.quality.intensive import MAKERS
 from benchmarks.quality.tasks import forced, needles
-from benchmarks.quality.tasks.base import Sample, Task, TokenText
+from benchmarks.quality.tasks.base import Task
 from benchmarks.quality.tasks.variant import Variant
+from vllm_kvretrieval.calibration.needles import passkey_in_text
+from vllm_kvretrieval.calibration.samples import Sample, TokenText
 
 BUDGETS = (256, 512, 1024)
 QUICK_BUDGETS = (512,)
 
 TASKS = (
-    Task("passkey", "qwen", QWEN, 4096, 20, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "qwen", QWEN, 8192, 10, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "gemma3", GEMMA3, 4096, 20, needles.passkey_in_novel, ("passkey",)),
-    Task("passkey", "gemma3", GEMMA3, 16384, 10, needles.passkey_in_novel, ("passkey",)),
+    Task("passkey", "qwen", QWEN, 4096, 20, passkey_in_text, ("passkey",)),
+    Task("passkey", "qwen", QWEN, 8192, 10, passkey_in_text, ("passkey",)),
+    Task("passkey", "gemma3", GEMMA3, 4096, 20, passkey_in_text, ("passkey",)),
+    Task("passkey", "gemma3", GEMMA3, 16384, 10, passkey_in_text, ("passkey",)),
     Task("lookup", "qwen", QWEN, 4096, 20, needles.key_value_lookup, ("oracle",)),
     Task("copy", "smollm2", SMOLLM2, 2048, 16, forced.second_copy, ("oracle", "control")),
     Task("copy", "qwen", QWEN, 4096, 16, forced.second_copy, ("oracle", "control")),

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-from vllm.logprobs import FlatLogprobs
+from vllm import LLM
 
 from benchmarks import worker_counts
 from benchmarks.engines import LONG_STEPS
 from benchmarks.models import kv_bytes_per_token, read_config
-from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
-from benchmarks.quality.tasks.forcing import FORCED_TOKENS, ForceTokens
-from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
 from benchmarks.quality.tasks.variant import OWN
+from vllm_kvretrieval.calibration.asking import Questions, run_together
+from vllm_kvretrieval.calibration.divergence import TOP_LOGPROBS, Generated
+from vllm_kvretrieval.calibration.forcing import ForceTokens
+from vllm_kvretrieval.calibration.samples import CACHE_BLOCK, Sample
 from vllm_kvretrieval.upstream.defaults import all_cores, slow_bfloat16
 
 BATCH = 8
@@ -31,19 +26,6 @@ BATCH = 8
 
 DTYPE = "float32" if slow_bfloat16() else "bfloat16"
 """Dtype of weights and KV cache in which this machine computes at speed."""
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Samples, and how they are to be answered."""
-
-    samples: Sequence[Sample]
-
-    options: dict[str, Any] | None
-    """The requests' ``kv_retrieval`` options; None for stock vLLM."""
-
-    anew: bool = False
-    """Whether all of each prompt is computed, however much of it the prefix cache holds."""
 
 
 def prefix_cache_bytes(model: Path, samples: Sequence[Sample], dtype: str = DTYPE) -> int:
@@ -128,66 +110,6 @@ def run_samples(
     return run_together(llm, [Questions(samples, options)], label)[0]
 
 
-def run_together(llm: LLM, asked: Sequence[Questions], label: str) -> list[list[Generated]]:
-    """Generate for all samples of all questions, as many at a time as the engine takes, greedily.
-
-    Args:
-        llm: an engine from `open_engine`.
-        asked: the questions.
-        label: the name of the progress bar.
-
-    Raises:
-        RuntimeError: a request did not generate the tokens that were forced upon it.
-    """
-
-    def progress(*iterable: Any, **settings: Any) -> tqdm:
-        settings |= {"desc": label, "mininterval": 2.0, "disable": bool(iterable)}
-        return tqdm(*iterable, **settings)
-
-    requests = [(sample, of) for of in asked for sample in of.samples]
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample, _ in requests],
-        [_sampling(sample, of.options, of.anew) for sample, of in requests],
-        use_tqdm=progress,
-    )
-    results = []
-    for (sample, _), output in zip(requests, outputs, strict=True):
-        completion = output.outputs[0]
-        tokens = tuple(completion.token_ids)
-        if tokens[: len(sample.forced)] != sample.forced:
-            raise RuntimeError(f"{label}: the engine did not generate the tokens forced upon it")
-        scored = None
-        if not sample.answer:
-            scored = _scored(cast(FlatLogprobs, completion.logprobs), sample.scored)
-        results.append(Generated(tokens, scored))
-    left = iter(results)
-    return [list(itertools.islice(left, len(of.samples))) for of in asked]
-
-
 def retrieval_counts(llm: LLM) -> dict[str, int]:
     """Return what `worker_counts.CountsExtension` has counted in a retrieval engine."""
     return llm.collective_rpc("retrieval_counts")[0]
-
-
-def _sampling(sample: Sample, options: dict[str, Any] | None, anew: bool) -> SamplingParams:
-    extra: dict[str, Any] = {FORCED_TOKENS: list(sample.forced)}
-    if options is not None:
-        extra["kv_retrieval"] = options
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=sample.generated,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=None if sample.answer else TOP_LOGPROBS,
-        flat_logprobs=True,
-        skip_reading_prefix_cache=anew or None,
-        extra_args=extra,
-    )
-
-
-def _scored(logprobs: FlatLogprobs, places: Sequence[int]) -> Scored:
-    """Read vLLM's log-probs: per position the generated token's own, then the top ones."""
-    shape = (len(logprobs.start_indices), TOP_LOGPROBS + 1)
-    values = np.array(logprobs.logprobs).reshape(shape)[places]
-    ids = np.array(logprobs.token_ids).reshape(shape)[places]
-    return Scored(values[:, 0], ids[:, 1:], values[:, 1:])

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.quality.examples import Example
 from benchmarks.quality.intensive import Maker
-from benchmarks.quality.tasks.base import (
-    Builder,
+from benchmarks.quality.tasks.base import Builder
+from vllm_kvretrieval.calibration.samples import (
     Sample,
     TokenText,
     blind_positions,
+    continued,
     prompt_length,
 )
 
@@ -134,25 +135,15 @@ def _asked(
 
 def novel(text: TokenText, context: int, count: int) -> list[Sample]:
     """Force the novel's own continuation: what a method costs where no needle is sought."""
-    return [Sample(*parts) for parts in _continued(text, context, NOVEL_TOKENS, count)]
+    return [Sample(*parts) for parts in continued(text, context, NOVEL_TOKENS, count)]
 
 
 def generation(text: TokenText, context: int, count: int) -> list[Sample]:
     """Force a long continuation of a short prompt: what is dropped early is missing ever after."""
     size = GENERATED // STRETCHES
     stretches = tuple((1 + size * n, 1 + size * (n + 1)) for n in range(STRETCHES))
-    parts = _continued(text, context - GENERATED, 1 + GENERATED, count)
+    parts = continued(text, context - GENERATED, 1 + GENERATED, count)
     return [Sample(prompt, forced, turns=stretches) for prompt, forced in parts]
-
-
-def _continued(
-    text: TokenText, context: int, tokens: int, count: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompts that fit into a context, and so many tokens of the novel that follow each."""
-    size = prompt_length(context) - len(text.prefix)
-    for index in range(count):
-        novel, _ = text.passage(size + tokens, index, count)
-        yield (*text.prefix, *novel[:size]), tuple(novel[size:])
 
 
 def answers(make: Maker) -> Builder:

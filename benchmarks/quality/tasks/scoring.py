@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from benchmarks.models import dense_layers, head_size, read_config
-from benchmarks.quality.tasks import metrics
-from benchmarks.quality.tasks.base import CACHE_BLOCK, Sample
-from benchmarks.quality.tasks.metrics import Generated
 from benchmarks.quality.tasks.variant import PAGE, Variant
+from vllm_kvretrieval.calibration.divergence import Generated, answer_found, forced_scores
+from vllm_kvretrieval.calibration.samples import CACHE_BLOCK, Sample
 from vllm_kvretrieval.retrieval.families.dropping import ONCE
 from vllm_kvretrieval.retrieval.needs import Need
 
@@ -26,19 +26,17 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Return a cell's figures: ``accuracy`` and ``found`` (per sample) where there is an answer,
-    else those of `metrics.forced_scores` against the reference."""
+    else those of `forced_scores` against the reference."""
     if samples[0].answer:
         found = [
-            metrics.answer_found(
-                tokenizer.decode(result.tokens[len(sample.forced) :]), sample.answer
-            )
+            answer_found(tokenizer.decode(result.tokens[len(sample.forced) :]), sample.answer)
             for sample, result in zip(samples, results, strict=True)
         ]
         return {"accuracy": sum(found) / len(found), "found": [int(hit) for hit in found]}
     full = [result.scored for result in reference if result.scored is not None]
     other = [result.scored for result in results if result.scored is not None]
     parts = [sample.parts for sample in samples]
-    return dict(metrics.forced_scores(full, other, len(samples[0].turns), parts))
+    return dict(forced_scores(full, other, len(samples[0].turns), parts))
 
 
 def covering_budget(samples: Sequence[Sample]) -> int:
@@ -50,7 +48,7 @@ def covering_budget(samples: Sequence[Sample]) -> int:
 def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: Path) -> float:
     """Return the mean share of the KV cache that the samples' decode steps attend to.
 
-    See `metrics.cache_share`. Every variant attends to its whole budget (the control spends on its
+    See `cache_share`. Every variant attends to its whole budget (the control spends on its
     window what the others spend on selected pages); those that keep tokens of a prompt once attend
     to what they generate besides, and heads that read everything count as such.
     """
@@ -60,7 +58,7 @@ def mean_share(samples: Sequence[Sample], budget: int, variant: Variant, model: 
     full_layers, dense = attention_layers(variant, model)
     whole_layers = dense + (full_layers - dense) * whole_heads(variant, model)
     shares = [
-        metrics.cache_share(
+        cache_share(
             len(sample.prompt),
             sample.generated,
             budget + (sample.generated // 2 if grows else 0),
@@ -112,3 +110,27 @@ def index_bytes(variant: Variant, model: Path) -> dict[str, float]:
     kv_bytes = 2 * CACHE_BLOCK * size * torch.bfloat16.itemsize
     kept = variant.config.index_bytes(kv_bytes, size, torch.bfloat16)
     return {"index_bytes": kept / CACHE_BLOCK, "index_share": round(kept / kv_bytes, 5)}
+
+
+def cache_share(
+    prompt: int, generated: int, attended: int, full_layers: int, dense_layers: float
+) -> float:
+    """Return the share of the KV cache that a request's decode steps attend to, 0 to 1.
+
+    What retrieval reads of its index to choose is not in it.
+
+    Counted over the layers with full attention (sliding-window layers keep vLLM's own treatment)
+    and over the decode steps, with L the context of a step::
+
+        ((full_layers - dense_layers) * min(L, attended) + dense_layers * L) / (full_layers * L)
+
+    Args:
+        prompt: tokens of the prompt.
+        generated: tokens generated; the first comes from the prefill and takes no decode step.
+        attended: tokens that a retrieval layer attends to at most.
+        full_layers: layers with full attention.
+        dense_layers: those of them that retrieval leaves alone, and parts of others.
+    """
+    contexts = np.arange(prompt + 1, prompt + max(generated, 2))
+    sparse = np.minimum(contexts, attended) / contexts
+    return float(((full_layers - dense_layers) * sparse.mean() + dense_layers) / full_layers)

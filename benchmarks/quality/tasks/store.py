@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks import build
 from benchmarks.build import files_fingerprint
 from benchmarks.common import machine, read_json, versions, write_json
-from benchmarks.quality.tasks.base import Sample
-from benchmarks.quality.tasks.metrics import TOP_LOGPROBS, Generated, Scored
+from vllm_kvretrieval.calibration.divergence import TOP_LOGPROBS, Generated, Scored
+from vllm_kvretrieval.calibration.samples import Sample
 
 
 def fingerprint(data: Any) -> str:

@@ -92,6 +92,13 @@ struct Panels {
     }
   }
 
+  // Ends the values of a tile with `tokens` tokens by zeros, up to what a product takes.
+  void end_values(int tokens) const {
+    const int end = round_up(tokens, P::kTokens) / P::kDepth;
+    for (int word = (tokens + P::kDepth - 1) / P::kDepth; word < end; ++word)
+      for (int c = 0; c < head_size; c += kWidth) put_values(word, c, Words{});
+  }
+
   // Whether a value of the tokens from `begin` up to `end` is infinite or NaN.
   bool any_infinite(int begin, int end) const {
     constexpr uint32_t kExponent = 0x7f800000;

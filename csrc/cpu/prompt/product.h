@@ -8,11 +8,16 @@ namespace kvr {
 namespace KVR_ISA {
 namespace prompt {
 
-// A register block is kMicro rows by kColumns tokens (logits) or channels (outputs). It leaves
-// registers for two vectors of the panel and a broadcast.
-constexpr int kMicro = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;
+// A register block is P::kMicro rows by kColumns tokens (logits) or channels (outputs). One of vectors
+// leaves registers for two vectors of the panel and a broadcast.
+constexpr int kVectorMicro = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;
 constexpr int kColumns = 2 * kWidth;
-constexpr int kTile = 128;  // tokens of keys and values that are packed together
+// Tokens of keys and values that are packed together.
+#if defined(__AMX_BF16__)
+constexpr int kTile = 64;  // larger register blocks have more logits, which stay in L1
+#else
+constexpr int kTile = 128;
+#endif
 
 inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -22,13 +27,15 @@ struct FloatProduct {
   using Element = E;
   using Word = float;             // an element of a packed panel
   using Weight = float;
+  static constexpr int kMicro = kVectorMicro;
   static constexpr int kDepth = 1;  // channels or tokens that one word holds
+  static constexpr int kTokens = 1;  // that a product with values takes at least
   static constexpr int kDegree = 5;  // degree of the polynomial for weights, accurate to 1e-7
 
   static Floats load(const Word* p) { return load_as<Floats>(p); }
   static void add(Floats& total, Word factor, Floats panel) { total += panel * factor; }
 
-  // Converts queries to words.
+  // Converts a query to words, `stride` words apart.
   static void pack(const E* q, int d, int stride, Word* to) {
     for (int c = 0; c < d; c += kWidth) {
       const Floats x = E::load(q + c);
@@ -48,7 +55,9 @@ struct PairProduct {
   using Element = BFloat16;
   using Word = uint32_t;
   using Weight = uint16_t;
+  static constexpr int kMicro = kVectorMicro;
   static constexpr int kDepth = 2;
+  static constexpr int kTokens = 2;
   static constexpr int kDegree = 3;  // accurate to 8e-5, far below a weight's rounding
 
   static Words load(const Word* p) { return load_as<Words>(p); }
@@ -120,72 +129,93 @@ inline Floats Logits::of(Floats products) const {
   return cap * (1.0f - 2.0f / (power[0] + 1.0f));
 }
 
-// Computes the logits of kMicro rows and kColumns tokens, less the references of the rows; rows are
-// kTile apart. Returns the highest of `top` and the logits, by column; ignores NaN.
-template <class P, bool capped>
-inline Floats multiply_keys(const typename P::Word* queries, const typename P::Word* panel, int steps,
-                            const Logits& logits, const float* references, float* out, Floats top) {
-  Floats acc[kMicro][2];
-  KVR_UNROLL for (int r = 0; r < kMicro; ++r) acc[r][0] = acc[r][1] = Floats{};
-  for (int c = 0; c < steps; ++c) {
-    const auto low = P::load(panel + c * kColumns), high = P::load(panel + c * kColumns + kWidth);
-    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
-      const auto factor = queries[c * kMicro + r];
-      P::add(acc[r][0], factor, low);
-      P::add(acc[r][1], factor, high);
-    }
-  }
-  KVR_UNROLL for (int r = 0; r < kMicro; ++r)
-    KVR_UNROLL for (int v = 0; v < 2; ++v) {
-      const Floats x = logits.of<capped>(acc[r][v]) - references[r];
-      std::memcpy(out + r * kTile + v * kWidth, &x, sizeof x);
-      top = max(x, top);
-    }
-  return top;
+// The bits of a word of values, from token t on, that hold tokens of [begin, end).
+template <class P>
+inline uint32_t seen_of_word(int t, int begin, int end) {
+  uint32_t seen = ~0u;
+  if (P::kDepth == 2 && t < begin) seen = 0xffff0000u;
+  if (P::kDepth == 2 && t + 1 == end) seen &= 0xffffu;
+  return seen;
 }
 
-// Adds the values of `steps` words, in kColumns channels, times the weights of kMicro rows. The rows of
-// weights are 4 * kTile bytes apart, and the rows of outputs `stride` floats.
+// The products of a register block.
 template <class P>
-inline void multiply_values(const typename P::Weight* weights, const typename P::Word* panel, int steps,
-                            float* out, int stride) {
-  constexpr int kRow = kTile * sizeof(float) / sizeof(typename P::Weight);
-  Floats acc[kMicro][2];
-  KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
-    acc[r][0] = load_as<Floats>(out + r * stride);
-    acc[r][1] = load_as<Floats>(out + r * stride + kWidth);
-  }
-  for (int t = 0; t < steps; ++t) {
-    const auto low = P::load(panel + t * kColumns), high = P::load(panel + t * kColumns + kWidth);
-    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
-      const auto factor = P::weight(weights + r * kRow + t * P::kDepth);
-      P::add(acc[r][0], factor, low);
-      P::add(acc[r][1], factor, high);
-    }
-  }
-  KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
-    std::memcpy(out + r * stride, &acc[r][0], sizeof(Floats));
-    std::memcpy(out + r * stride + kWidth, &acc[r][1], sizeof(Floats));
-  }
-}
+struct Block {
+  static constexpr int kMicro = P::kMicro;
+  static constexpr int kRow = kTile * sizeof(float) / sizeof(typename P::Weight);
+  struct Setup {};  // what a thread has while it multiplies
 
-// Does the same for one row, and leaves alone what tokens outside of [begin, end) have in the first
-// word and the last: a weight of zero times an infinite value would be NaN.
-template <class P>
-inline void multiply_values_of_row(const typename P::Weight* weights, const typename P::Word* panel,
-                                   int begin, int end, float* out) {
-  Floats acc[2] = {load_as<Floats>(out), load_as<Floats>(out + kWidth)};
-  for (int t = begin / P::kDepth * P::kDepth; t < end; t += P::kDepth) {
-    uint32_t seen = ~0u;
-    if (P::kDepth == 2 && t < begin) seen = 0xffff0000u;
-    if (P::kDepth == 2 && t + 1 == end) seen &= 0xffffu;
-    for (int v = 0; v < 2; ++v) {
-      const auto values = P::load(panel + t / P::kDepth * kColumns + v * kWidth);
-      P::add(acc[v], P::weight(weights + t), (decltype(values))((Words)values & seen));
+  // Packs a query as row `row` of the queries: [rows / kMicro, words, kMicro].
+  static void pack(const typename P::Element* query, int d, int row, typename P::Word* queries) {
+    const int64_t words = d / P::kDepth;
+    P::pack(query, d, kMicro, queries + row / kMicro * words * kMicro + row % kMicro);
+  }
+
+  // Computes the logits of kMicro rows and kColumns tokens, less the references of the rows; rows are
+  // kTile apart. Returns the highest of `top` and the logits, by column; ignores NaN.
+  template <bool capped>
+  static Floats multiply_keys(const typename P::Word* queries, const typename P::Word* panel, int steps,
+                              const Logits& logits, const float* references, float* out, Floats top) {
+    Floats acc[kMicro][2];
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r) acc[r][0] = acc[r][1] = Floats{};
+    for (int c = 0; c < steps; ++c) {
+      const auto low = P::load(panel + c * kColumns), high = P::load(panel + c * kColumns + kWidth);
+      KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+        const auto factor = queries[c * kMicro + r];
+        P::add(acc[r][0], factor, low);
+        P::add(acc[r][1], factor, high);
+      }
+    }
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r)
+      KVR_UNROLL for (int v = 0; v < 2; ++v) {
+        const Floats x = logits.of<capped>(acc[r][v]) - references[r];
+        std::memcpy(out + r * kTile + v * kWidth, &x, sizeof x);
+        top = max(x, top);
+      }
+    return top;
+  }
+
+  // Adds the values of `steps` words, in kColumns channels, times the weights of kMicro rows. The rows
+  // of weights are 4 * kTile bytes apart, and the rows of outputs `stride` floats.
+  static void multiply_values(const typename P::Weight* weights, const typename P::Word* panel,
+                              int steps, float* out, int stride) {
+    Floats acc[kMicro][2];
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+      acc[r][0] = load_as<Floats>(out + r * stride);
+      acc[r][1] = load_as<Floats>(out + r * stride + kWidth);
+    }
+    for (int t = 0; t < steps; ++t) {
+      const auto low = P::load(panel + t * kColumns), high = P::load(panel + t * kColumns + kWidth);
+      KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+        const auto factor = P::weight(weights + r * kRow + t * P::kDepth);
+        P::add(acc[r][0], factor, low);
+        P::add(acc[r][1], factor, high);
+      }
+    }
+    KVR_UNROLL for (int r = 0; r < kMicro; ++r) {
+      std::memcpy(out + r * stride, &acc[r][0], sizeof(Floats));
+      std::memcpy(out + r * stride + kWidth, &acc[r][1], sizeof(Floats));
     }
   }
-  std::memcpy(out, acc, sizeof acc);
-}
+
+  // Does the same for one row of the block, and leaves alone what tokens outside of [begin, end) have in
+  // the first word and the last: a weight of zero times an infinite value would be NaN.
+  static void multiply_values_of_row(int row, const typename P::Weight* weights,
+                                     const typename P::Word* panel, int begin, int end, float* out,
+                                     int stride) {
+    weights += row * kRow;
+    out += row * stride;
+    Floats acc[2] = {load_as<Floats>(out), load_as<Floats>(out + kWidth)};
+    for (int t = begin / P::kDepth * P::kDepth; t < end; t += P::kDepth) {
+      const uint32_t seen = seen_of_word<P>(t, begin, end);
+      for (int v = 0; v < 2; ++v) {
+        const auto values = P::load(panel + t / P::kDepth * kColumns + v * kWidth);
+        P::add(acc[v], P::weight(weights + t), (decltype(values))((Words)values & seen));
+      }
+    }
+    std::memcpy(out, acc, sizeof acc);
+  }
+};
 
 }  // namespace prompt
 }  // namespace KVR_ISA

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 #include "prompt/product.h"
 
@@ -15,26 +14,6 @@ namespace prompt {
 constexpr float kBound = 16;  // powers of two by which a logit may exceed its row's reference
 constexpr float kLowest = -1e30f;
 
-// Memory that grows, and begins at a border of cache lines.
-template <class T>
-class Room {
- public:
-  T* of(size_t n) {
-    if (n > size_) {
-      lines_ = std::make_unique<Line[]>((n * sizeof(T) + sizeof(Line) - 1) / sizeof(Line));
-      size_ = n;
-    }
-    return reinterpret_cast<T*>(lines_.get());
-  }
-
- private:
-  struct alignas(64) Line {
-    char bytes[64];
-  };
-  std::unique_ptr<Line[]> lines_;
-  size_t size_ = 0;
-};
-
 // The results of rows for some of their tokens. Values are weighted by 2^(logit - reference), and not
 // yet divided by the sum of these weights. A row that has seen no token has a sum of 0.
 struct Part {
@@ -44,10 +23,10 @@ struct Part {
 };
 
 // The rows of a task. Copies of the last row fill the last block.
-template <class Word>
+template <class P>
 struct Rows {
   int count;
-  Word* queries;  // [count / kMicro, words, kMicro]
+  typename P::Word* queries;  // as Block packs them
   int* begins;    // [count]; place in the list of the first token that a row sees; not decreasing
   int* limits;    // [count]; place behind the last token that a row sees; not decreasing
   float* sums;    // [count, kWidth]; sums of the current part
@@ -61,23 +40,23 @@ struct Span {
 };
 
 // Those that some row of a block sees, from a multiple of kColumns on.
-template <class Word>
-inline Span seen_by_block(const Rows<Word>& rows, int row, int first, int tokens) {
+template <class P>
+inline Span seen_by_block(const Rows<P>& rows, int row, int first, int tokens) {
   return {std::max(rows.begins[row] - first, 0) / kColumns * kColumns,
-          std::min(rows.limits[row + kMicro - 1] - first, tokens)};
+          std::min(rows.limits[row + P::kMicro - 1] - first, tokens)};
 }
 
 // Those of a span that one row sees.
-template <class Word>
-inline Span seen_by_row(const Rows<Word>& rows, int row, int first, const Span& span) {
+template <class P>
+inline Span seen_by_row(const Rows<P>& rows, int row, int first, const Span& span) {
   return {std::max(rows.begins[row] - first, span.begin), std::min(rows.limits[row] - first, span.end)};
 }
 
 // Sets new references for rows whose logits are too high, or that see their first tokens.
-template <class Word>
-__attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const Span& span, int first,
+template <class P>
+__attribute__((noinline)) void refer_anew(const Rows<P>& rows, int row, const Span& span, int first,
                                           float* logits, const Part& part, int columns) {
-  for (int r = 0; r < kMicro; ++r) {
+  for (int r = 0; r < P::kMicro; ++r) {
     const auto [begin, end] = seen_by_row(rows, row + r, first, span);
     if (begin >= end) continue;
     float* x = logits + r * kTile;
@@ -91,7 +70,7 @@ __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const
     part.references[row + r] += top;
     if (fresh) {
       part.sums[row + r] = 1;  // marks that the row has begun, until the part is finished
-      --rows.unseen[row / kMicro];
+      --rows.unseen[row / P::kMicro];
       continue;
     }
     const float factor = std::exp2(-top);
@@ -101,10 +80,10 @@ __attribute__((noinline)) void refer_anew(const Rows<Word>& rows, int row, const
 }
 
 // Replaces the logits of a block of rows by weights; by zero for tokens that a row does not see.
-template <class P, class Word>
-inline void weigh(const Rows<Word>& rows, int row, const Span& span, int first, float* logits) {
+template <class P>
+inline void weigh(const Rows<P>& rows, int row, const Span& span, int first, float* logits) {
   const int padded = round_up(span.end, kColumns);
-  for (int r = 0; r < kMicro; ++r) {
+  for (int r = 0; r < P::kMicro; ++r) {
     const float* x = logits + r * kTile;
     auto* weights = reinterpret_cast<typename P::Weight*>(logits + r * kTile);
     const Span seen = seen_by_row(rows, row + r, first, span);

@@ -25,7 +25,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 ATTENDED = ("vec", "vec16")
 """Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
-different lengths only: how it then compares with vLLM's kernel, which uses AMX, is not known."""
+different lengths, and for prompts where it is asked to: vLLM's kernel reads prompts about as fast
+there, and single tokens faster (``benchmarks/results/amx-prompts.json``)."""
 
 RATIOS = {
     "avx512_bf16": {"float32": 0.98, "bfloat16": 2.0, "float16": 1.1},
@@ -38,8 +39,14 @@ The least of what `python -m benchmarks.ops prompt-attention` found; its results
 ``benchmarks/results/prompt-attention-*.json``.
 """
 
+NO_SLOWER = {"avx512_amx": "avx512_bf16"}
+"""Instruction sets whose kernels are no slower than those of another one, which were measured."""
+
 FASTER = 1.05
 """The ratio from which on our own kernel is the default."""
+
+VALUE_EXPERTS = "mova_num_experts"
+"""Field of a model's configuration (K2-Horizon)."""
 
 STABLE_HASH = "sha256_cbor"
 """vLLM's algorithm for the hashes of a store's blocks."""
@@ -66,7 +73,7 @@ def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int
         return Choice(config.attention == "own", f"attention={config.attention}")
     layout = layout_of(config, dtype, head_size)
     kernels, name = cpu.isa(), str(dtype).removeprefix("torch.")
-    ratio = RATIOS.get(kernels, {}).get(name)
+    ratio = RATIOS.get(NO_SLOWER.get(kernels, kernels), {}).get(name)
     if layout not in ATTENDED or ratio is None:
         return Choice(False, f"ours is not measured here ({layout}, {kernels}, {name})")
     why = f"ours is measured at {ratio} times the speed of vLLM's ({kernels}, {name})"
@@ -99,6 +106,7 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     fit_blocks(vllm_config, config)
     refusals.check_engine(vllm_config, config)
     check_weights(vllm_config)
+    check_value_experts(vllm_config.model_config, config.method)
     if vllm_config.kv_transfer_config is not None:
         check_exchange(vllm_config.kv_transfer_config, config.method)
     model, method = vllm_config.model_config, config.method
@@ -120,6 +128,16 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_outside(config.index_kinds, head_size, model.dtype)
     layout = layout_of(config, model.dtype, head_size)
     check_speculation(vllm_config, config, layout)
+
+
+def check_value_experts(model: Any, method: str) -> None:
+    """Refuse a K2-Horizon whose values are mixtures of experts: vLLM computes these by Triton."""
+    if experts := getattr(model.hf_text_config, VALUE_EXPERTS, 0):
+        raise RetrievalConfigError(
+            f"{method} cannot serve {model.model} on a CPU: its values are mixtures of {experts} "
+            f"experts ({VALUE_EXPERTS}), which vLLM computes by Triton, with retrieval or without. "
+            "Serve it on a GPU."
+        )
 
 
 def fit_blocks(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
@@ -198,10 +216,10 @@ def check_steps(scheduler: "SchedulerConfig", config: RetrievalConfig, drafts: i
 
 def check_home(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     """Refuse what only GPUs have, and KV connectors beside a slow home."""
-    if config.exact_below:
+    if config.slow_home and config.exact_below:
         raise RetrievalConfigError(
-            f"kv_retrieval.exact_below={config.exact_below} is for GPUs; on a CPU contexts within "
-            f"the budget are attended to in full. Leave it out, or use budget={config.exact_below}."
+            f"kv_retrieval.exact_below={config.exact_below} has no effect with home={config.home}, "
+            "where a whole context would have to be read from the file at each step; leave it out."
         )
     if config.home == "host":
         raise RetrievalConfigError(

@@ -7,7 +7,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.layers import has_windows
-from vllm_kvretrieval.retrieval.needs import SPECULATION
+from vllm_kvretrieval.retrieval.needs import FAR_SPECULATION, SPECULATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +76,8 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig, layout
             f"lays them out here ({layout}); leave {by} out."
         )
     SPECULATION.check(config.methods.values(), by)
+    if config.slow_home:
+        FAR_SPECULATION.check(config.methods.values(), f"{by} with home={config.home}")
     if has_draft_model(vllm_config):
         check_draft_model(vllm_config, config)
 

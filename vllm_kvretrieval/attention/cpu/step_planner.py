@@ -35,8 +35,7 @@ class Rows(NamedTuple):
     """How the rows of a step attend.
 
     Attributes:
-        sparse: bool [R]; whether the row attends to a part of its context, which exceeds its
-            budget.
+        sparse: bool [R]; whether the row attends to a part of its context.
         sparsely: These rows by method: the method's number in the engine, and int64 [n], the rows,
             rising.
         whole: int64 [n]; the other rows, which attend to everything, as vLLM has it.
@@ -47,16 +46,16 @@ class Rows(NamedTuple):
     whole: np.ndarray
 
 
-def split_rows(options: np.ndarray, pages: np.ndarray, decodes: np.ndarray) -> Rows:
+def split_rows(options: np.ndarray, beyond: np.ndarray, decodes: np.ndarray) -> Rows:
     """Sort rows by how they attend.
 
     Args:
         options: :data:`SEAT` [R]; what each row's request asks for.
-        pages: int [R]; pages of each row's context.
+        beyond: bool [R]; whether a row's context is too long to be attended to in full.
         decodes: bool [R]; whether a row decodes. A step may compute a single token of a prompt,
             too.
     """
-    sparse = (pages > options["total"]) & decodes & ~options["exact"]
+    sparse = beyond & decodes & ~options["exact"]
     sparsely = []
     for method in np.unique(options["method"][sparse]).tolist():
         sparsely.append((method, np.flatnonzero(sparse & (options["method"] == method))))
@@ -156,15 +155,15 @@ class StepPlanner:
         decodes = self._requests.decodes(seats, lens)
         batch = self._requests.records[seats]
         pages = -(-lens // self._page_size)
-        found = split_rows(batch, pages, decodes)
+        whole_tokens = self._requests.whole_tokens(seats)
+        found = split_rows(batch, lens > whole_tokens, decodes)
         reads = np.isin(places, apart)
         self._requests.count_steps(seats, lens, pages, found.sparse, decodes, reads)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         single = len(places) == common.num_reqs and not drafts.any()
         if not found.sparsely and single and decodes.all() and not looks:
-            room = batch["total"] * self._page_size - lens
             never = np.iinfo(np.int32).max
-            steps = int(np.where(batch["exact"], never, room).min())
+            steps = int(np.where(batch["exact"], never, whole_tokens - lens).min())
             self._requests.foreseen.foresee(self._requests.batch, steps)
         plans = [self._sparsely(dense, method, places[rows]) for method, rows in found.sparsely]
         whole = np.setdiff1d(places[found.whole], apart, assume_unique=True)

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
-from vllm_kvretrieval.engine.cuda.requests import RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Attended, RunningRequests
 from vllm_kvretrieval.kernels.device import DeviceOps, DeviceRequests, DeviceRows
 
 UNIFORM = AttentionCGSupport.UNIFORM_BATCH
@@ -41,10 +41,10 @@ class RetrievalMetadata(AttentionMetadata):
         rest: The same of the rows that lead, but the contexts of those that attend to a selection
             are empty; None where no layer of the group retrieves, or no row leads.
         lead: How many rows that is: all, or where contexts are staged, those before the staged
-            ones; see ``Staging.begin_step``.
+            ones; see ``Staging.begin_step``; none where all attend to a selection.
         tokens: How many tokens these have; None: all.
         rows: Which rows these are, on the device.
-        sparse: Whether there may be any. Said for steps that are no replay of a graph.
+        sparse: Whether there may be any. Said, as ``lead``, of steps that are no replay of a graph.
     """
 
     whole: Any
@@ -122,16 +122,16 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         fast_build: bool = False,
     ) -> RetrievalMetadata:
         """See ``AttentionMetadataBuilder.build``."""
-        return self._build("build", common_attn_metadata, False, common_prefix_len=0)
+        return self._build("build", common_attn_metadata, common_prefix_len=0)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> RetrievalMetadata:
         """See ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
-        return self._build("build_for_cudagraph_capture", common_attn_metadata, True)
+        return self._build("build_for_cudagraph_capture", common_attn_metadata)
 
     def _build(
-        self, method: str, common: CommonAttentionMetadata, captured: bool, **options: Any
+        self, method: str, common: CommonAttentionMetadata, **options: Any
     ) -> RetrievalMetadata:
         build_whole, build_rest = (getattr(half, method) for half in (self.whole, self.rest))
         if self.ops is None:
@@ -149,13 +149,20 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
                 reads_written=self.requests.may_read_written(),
             )
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
+        whole = build_whole(common_attn_metadata=common, **options)
+        attended = self.requests.attended()
+        # Also where no row leads after all: the step may be the replay of a graph that reads it.
+        rest = build_rest(common_attn_metadata=masked, **options) if lead else None
+        tokens = None if lead == common.num_reqs else masked.num_actual_tokens
+        if attended is Attended.SELECTIONS:
+            lead = tokens = 0
         return RetrievalMetadata(
-            build_whole(common_attn_metadata=common, **options),
-            build_rest(common_attn_metadata=masked, **options) if lead else None,
+            whole,
+            rest,
             lead,
-            None if lead == common.num_reqs else masked.num_actual_tokens,
+            tokens,
             rows,
-            captured or self.requests.may_be_sparse(),
+            attended is not Attended.WHOLE,
         )
 
     def _describe(self) -> None:

@@ -65,6 +65,7 @@ class Workspace:
         rooms = 2 if ahead else 1
         self._scores = torch.empty(rooms, pairs, group, entries, device=device)
         self._stats = torch.empty(rooms, programs, 2, group, device=device)
+        self._ended = torch.zeros(rooms, pairs, dtype=torch.int32, device=device)
         self._lists = torch.zeros(pairs, width, dtype=torch.int32, device=device)
         self._lengths = torch.full((pairs,), -1, dtype=torch.int32, device=device)
         self._out = torch.empty(parts, queries * group, head_size, device=device)
@@ -108,7 +109,7 @@ class Workspace:
     def _room(self, pairs: int, number: int) -> ScoreRoom:
         programs = count_programs(pairs, self.units)
         stats = self._stats[number, : pairs * programs].unflatten(0, (pairs, programs))
-        return ScoreRoom(self._scores[number, :pairs], stats)
+        return ScoreRoom(self._scores[number, :pairs], stats, self._ended[number, :pairs])
 
     def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
         room = self._room(pairs, 0)
@@ -116,6 +117,7 @@ class Workspace:
         plan = DevicePlan(
             room.scores,
             room.stats,
+            room.arrivals,
             self._lists[:pairs],
             self._lengths[:pairs],
             self._positions,

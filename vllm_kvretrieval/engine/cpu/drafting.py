@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.cpu.model_drafts import CpuModelDrafts
+from vllm_kvretrieval.engine.cpu.step_costs import CpuStepCosts
 from vllm_kvretrieval.engine.drafter import PATH, Drafter
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
@@ -70,17 +71,27 @@ def _obstacle(vllm_config: "VllmConfig", config: RetrievalConfig) -> str | None:
     return next((what for what, present in obstacles.items() if present), None)
 
 
-def connect_drafter(runner: Any, requests: "RequestTable", storage: "Storage") -> Drafter | None:
-    """Connect the drafter of a model runner to the running requests; None: it has none of ours."""
+def connect_drafter(
+    runner: Any, requests: "RequestTable", storage: "Storage", own: bool
+) -> Drafter | None:
+    """Connect the drafter of a model runner to the running requests; None: it has none of ours.
+
+    Args:
+        runner: vLLM's V1 model runner.
+        requests: The table of running requests.
+        storage: Where the KV of the retrieval layers is.
+        own: Whether our own kernel attends to whole contexts.
+    """
     drafter = getattr(runner, "drafter", None)
     if not isinstance(drafter, Drafter):
         return None
     kinds = {type(group.kv_cache_spec) for group in runner.kv_cache_config.kv_cache_groups}
     plain = kinds <= {FullAttentionSpec, SlidingWindowSpec}
-    own = plain and _obstacle(runner.vllm_config, requests.config) is None
+    itself = plain and _obstacle(runner.vllm_config, requests.config) is None
     drafter.attach(
         requests.notes,
         lambda: runner.input_batch.req_ids,
-        CpuModelDrafts(runner, requests, storage) if own else None,
+        CpuStepCosts(runner, bool(storage.slow_layers), own),
+        CpuModelDrafts(runner, requests, storage) if itself else None,
     )
     return drafter

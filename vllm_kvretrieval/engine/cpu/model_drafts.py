@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from vllm_kvretrieval.storage.base import Storage
 
 
-SLOW_HOME = 4
-"""How many times longer than from memory a byte takes from a slow home, at least."""
-
-LAYER = 8 << 20
-"""Bytes of memory that are read in the time that a layer takes beside its reads, about."""
-
-
 class CpuModelDrafts:
     """See :class:`vllm_kvretrieval.engine.drafter.ModelDrafts`; greedy drafts.
 
@@ -41,24 +34,11 @@ class CpuModelDrafts:
         builders = [k.get_metadata_builder() for kinds in runner.attn_groups for k in kinds]
         records = [getattr(builder, "drafts", None) for builder in builders]
         self._drafted = [each for each in records if isinstance(each, DraftedRecords)]
-        model, parallel = runner.model_config, runner.vllm_config.parallel_config
-        layers, size = model.get_num_layers(parallel), model.dtype.itemsize
-        width = 2 * model.get_num_kv_heads(parallel) * model.get_head_size()
-        self._token = layers * width * size
-        self._always = _weights(model) * size + layers * LAYER
-        self._slower = SLOW_HOME if storage.slow_layers else 1
 
     def room(self, place: int) -> int:
         """Tokens that the blocks hold of the request with this place in the batch."""
         tables = self._runner.input_batch.block_table.block_tables
         return min(int(t.num_blocks_per_row[place]) * int(t.block_size) for t in tables)
-
-    def cost(self, lengths: Sequence[int], budget: int) -> float:
-        """See ``ModelDrafts``; by the bytes that a step reads, of weights and of contexts, and by
-        the time that layers take beside that."""
-        read = sum(min(length, budget) for length in lengths) * self._token
-        far = sum(lengths) * self._token * self._slower
-        return min(1.0, (self._always + read) / (self._always + far))
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -128,16 +108,3 @@ class CpuModelDrafts:
         self._storage.end_step(count)
         logits = runner.model.compute_logits(hidden)
         return np.asarray(logits.argmax(-1)).tolist()
-
-
-def _weights(model: Any) -> int:
-    """Weights that a step of a model uses, about: those of all layers and of its output."""
-    config = model.hf_text_config
-    hidden, layers = model.get_hidden_size(), model.get_total_num_hidden_layers()
-    heads = config.num_attention_heads + 2 * model.get_total_num_kv_heads()
-    attention = (heads + config.num_attention_heads) * model.get_head_size() * hidden
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return (
-        int(layers * (attention + 3 * hidden * inner * experts)) + hidden * model.get_vocab_size()
-    )

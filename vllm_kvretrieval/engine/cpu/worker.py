@@ -43,7 +43,7 @@ from vllm_kvretrieval.retrieval.needs import CAPPED_LOGITS, UNKNOWN_KEYS
 from vllm_kvretrieval.retrieval.seats import SEAT_FIELDS
 from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache, shared_memory
 from vllm_kvretrieval.storage.base import LayerCache, Storage
-from vllm_kvretrieval.storage.huge_pages import use_huge_pages
+from vllm_kvretrieval.storage.huge_pages import new_memory_in_huge_pages, use_huge_pages
 from vllm_kvretrieval.storage.layouts import chosen
 from vllm_kvretrieval.storage.memory import Memory
 from vllm_kvretrieval.storage.registry import make_storage
@@ -52,7 +52,7 @@ from vllm_kvretrieval.store.serving.halves import StoreStep
 from vllm_kvretrieval.store.serving.identity import hashing_weights
 from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.system_limits import SCARCE, explained
-from vllm_kvretrieval.upstream.compiled import load_compiled
+from vllm_kvretrieval.upstream.compiled import load_compiled, warm_up_briefly
 from vllm_kvretrieval.upstream.mending import mend_model
 from vllm_kvretrieval.upstream.seeds import prompts_without_seeds
 from vllm_kvretrieval.upstream.verifying import verify_as_asked
@@ -112,11 +112,13 @@ class RetrievalCPUWorker(CPUWorker):
         With a store, the weights are hashed meanwhile.
         """
         offer_kernels(first=self.planner.attention.own)
-        if self.retrieval_config.store is None:
-            super().load_model(**options)
-        else:
-            with hashing_weights() as self._hashes:
+        with new_memory_in_huge_pages() as weights:
+            if self.retrieval_config.store is None:
                 super().load_model(**options)
+            else:
+                with hashing_weights() as self._hashes:
+                    super().load_model(**options)
+        logger.info("%s GiB of weights are in huge pages.", format_gib(weights.in_huge_pages))
         mend_model(model := self.model_runner.get_model(), self.planner.attention.own)
         if self.vllm_config.speculative_config is not None:
             verify_as_asked()
@@ -130,6 +132,10 @@ class RetrievalCPUWorker(CPUWorker):
         """
         if self.retrieval_config.store is not None:
             self.stored = self.planner.open_store(self._hashes)
+        sized = self.cache_config.kv_cache_memory_bytes is not None
+        alone = self.parallel_config.world_size_across_dp == 1
+        if sized and alone and not self.model_runner.supports_mm_inputs:
+            warm_up_briefly(self.model_runner)
         return self.planner.divide(super().determine_available_memory())
 
     def _allocate_kv_cache(self, kv_cache_config: Any, **options: Any) -> None:
@@ -226,7 +232,8 @@ class RetrievalCPUWorker(CPUWorker):
                 planner.attention.own,
             )
         self._connect(layers, groups)
-        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage)
+        own = planner.attention.own
+        self.drafter = connect_drafter(self.model_runner, self.requests, self.storage, own)
         if self.stored is not None:
             beside, storage = [*self._blocks_beside_home(layers)], self.storage
             others: list[torch.Tensor] = []

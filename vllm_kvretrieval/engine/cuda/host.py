@@ -154,24 +154,6 @@ def limit_seats(runner: Any, seats: int) -> None:
     limit_requests(runner, seats)
 
 
-def limit_graphs(manager: Any, seats: int) -> None:
-    """Let graphs of decode steps be captured for no more requests than run at once.
-
-    vLLM has chosen their sizes by ``max_num_seqs``. The last size is the first that takes them all.
-
-    Args:
-        manager: vLLM's ``CudaGraphManager``, before it captures.
-        seats: Most requests.
-    """
-    sizes = manager.compilation_config.cudagraph_capture_sizes or ()
-    of_rows = [-(-size // manager.decode_query_len) for size in sizes]
-    rows = min((count for count in of_rows if count >= seats), default=seats)
-    if rows < manager.max_num_reqs:
-        manager.max_num_reqs = rows
-        manager._candidates, manager._capture_descs = {}, {}
-        manager._init_candidates()
-
-
 def make_tier(
     ops: Any,
     side: SideWork,

@@ -4,6 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,9 @@ COLUMNS_OF_SEATS = {
 """The columns of the table on the device that have what is in a seat."""
 
 
-SPARE_BYTES = 1 << 26
+SPARE_BYTES = 5 << 23
 """Keys and values of a layer that a GPU reads in the time that selection takes before attention,
-some 25 us on an H100. A guess."""
+some 16 us on an H100. A guess."""
 
 
 def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
@@ -95,6 +96,15 @@ class Batch:
         return cls(batch.idx_mapping_np, lens, before, prefilling, ~prefilling)
 
 
+class Attended(Enum):
+    """What the rows of a step attend to: each to its whole context, each to a selection of it, or
+    some to the one and some to the other."""
+
+    WHOLE = "whole contexts"
+    SELECTIONS = "selections"
+    BOTH = "both"
+
+
 NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, np.int32, bool, bool)))
 """The batch of steps without requests: vLLM's dummy runs, and captures of graphs."""
 
@@ -134,8 +144,8 @@ class RunningRequests:
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
-        assumes_sparse: Whether steps launch the kernels for rows with a selection even if no row
-            may have one, so that all kernels are compiled.
+        assumed: What rows are taken to attend to, whatever they do: so that all kernels are
+            compiled, and while graphs are captured.
     """
 
     def __init__(
@@ -167,7 +177,7 @@ class RunningRequests:
         self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
-        self.assumes_sparse = False
+        self.assumed: Attended | None = None
         self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
         self._tables: list[StagedWriteTensor] = []
@@ -278,14 +288,17 @@ class RunningRequests:
         self.batch = NOBODY
         self._came[:] = False
 
-    def may_be_sparse(self) -> bool:
-        """Whether some row of the step may attend to pages that are listed, as far as the host
-        knows; in host memory these are also contexts within their budgets."""
-        batch = self.batch
-        attending = self._sparse(batch)
-        if self._far:
-            attending = batch.decodes & ~self._exact(batch.seats)
-        return self.assumes_sparse or bool(attending.any())
+    def attended(self) -> Attended:
+        """What the rows of the step attend to, as the device will find out. With a home in host
+        memory contexts within their budgets are selected as a whole; in others rows with drafts may
+        attend to both, since contexts are shorter than the host knows if drafts were rejected."""
+        if self.assumed is not None:
+            return self.assumed
+        listed = self._listed(self.batch)
+        if not listed.any():
+            return Attended.WHOLE
+        known = self._far or not self.drafts
+        return Attended.SELECTIONS if known and listed.all() else Attended.BOTH
 
     def of_prompts(self, tokens: np.ndarray) -> np.ndarray:
         """bool [rows]; which rows of the step, those of padding included, have several tokens of a
@@ -316,6 +329,12 @@ class RunningRequests:
         beyond = self._pages(batch.lens) > self._budgets(batch.seats)
         beyond &= batch.lens >= self.least
         return batch.decodes & ~self._exact(batch.seats) & beyond
+
+    def _listed(self, batch: Batch) -> np.ndarray:
+        """bool [n]; which rows get a list of pages."""
+        if self._far:
+            return batch.decodes & ~self._exact(batch.seats)
+        return self._sparse(batch)
 
     def _exact(self, seats: np.ndarray) -> np.ndarray:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""

@@ -14,15 +14,16 @@ from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.compat import one_block
+from vllm_kvretrieval.engine.cuda.graphs import RetrievalGraphs, limit_graphs
 from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
-from vllm_kvretrieval.engine.cuda.host import limit_graphs, limit_seats, move_home
+from vllm_kvretrieval.engine.cuda.host import limit_seats, move_home
 from vllm_kvretrieval.engine.cuda.layers import (
     RetrievalLayers,
     groups_that_retrieve,
     retrieving,
     roles_of_layers,
 )
-from vllm_kvretrieval.engine.cuda.requests import Batch, RunningRequests
+from vllm_kvretrieval.engine.cuda.requests import Attended, Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.running import notes
@@ -67,12 +68,15 @@ class RetrievalModelRunner(GPUModelRunner):
 
     Attributes:
         ops: Implementation of the ops.
+        graphs: What takes the place of vLLM's ``ModelCudaGraphManager``.
         tiers: Sizes, if the retrieval layers' cache is in host memory; the worker sets them, and
             before the first cache those that it expects.
         retrieval_layers: The state; None as long as there is no KV cache.
     """
 
     ops: ClassVar[Any] = triton
+    graphs: ClassVar[type[RetrievalGraphs]] = RetrievalGraphs
+    cudagraph_manager: Any
     tiers: HostTiers | None = None
     retrieval_layers: RetrievalLayers | None = None
 
@@ -130,7 +134,7 @@ class RetrievalModelRunner(GPUModelRunner):
         for some numbers of rows, if at all; eager steps may have any number.
         """
         most = self.max_num_reqs
-        self.running.assumes_sparse = True
+        self.running.assumed = Attended.BOTH
         try:
             for rows in Workspace.rows_that_differ(most):
                 self._dummy_run(rows, skip_eplb=True)
@@ -138,7 +142,7 @@ class RetrievalModelRunner(GPUModelRunner):
             several = most * self.decode_query_len + 1
             self._dummy_run(min(several, self.max_num_tokens), skip_eplb=True)
         finally:
-            self.running.assumes_sparse = False
+            self.running.assumed = None
 
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
@@ -221,6 +225,10 @@ class RetrievalModelRunner(GPUModelRunner):
         side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
         kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
+        graphs = self.graphs.of(self.cudagraph_manager, self.running)
+        if kept.impls and not all(method.whole for method in config.methods.values()):
+            graphs.add_halves()
+        self.cudagraph_manager = graphs
         # vLLM copies blocks on write in all of these; a block's entries come in a row.
         self.kv_caches += [store.records for store in kept.indexes]
         self.retrieval_layers = kept

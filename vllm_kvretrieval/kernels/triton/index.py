@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.checks import check_list, check_units
+from vllm_kvretrieval.kernels.triton.entries import entry_to_build, keys_of_entry
 from vllm_kvretrieval.kernels.triton.low_rank import build_low_rank
 from vllm_kvretrieval.kernels.triton.one_bit import build_bits
 from vllm_kvretrieval.kernels.types import IndexRecords
@@ -51,23 +52,18 @@ def _build_kernel(
     kv_heads,
     KIND: tl.constexpr,
     RECORD: tl.constexpr,  # elements
-    FROM_SLOTS: tl.constexpr,  # entries are where tokens went, and those count that end an entry
+    FROM_SLOTS: tl.constexpr,
     RANK: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    entry = tl.load(entries + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
-    if FROM_SLOTS:
-        if (entry < 0) | (entry % ENTRY != ENTRY - 1):
-            return
-        entry = entry // ENTRY
-    PARTS: tl.constexpr = PAGE // ENTRY
-    unit = entry // PARTS * kv_heads + head
-    tokens = entry % PARTS * ENTRY + tl.arange(0, ENTRY)
-    keys = cache + (unit * PAGE + tokens)[:, None] * (2 * HEAD_SIZE)
+    entry = entry_to_build(entries, FROM_SLOTS, ENTRY)
+    if entry < 0:
+        return
+    keys = keys_of_entry(cache, entry, head, kv_heads, HEAD_SIZE, PAGE, ENTRY)[:, None]
     to = records + (entry * kv_heads + head) * RECORD
     if KIND == LOW_RANK:
         HALF: tl.constexpr = HEAD_SIZE // 2

@@ -6,13 +6,10 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import order_of
-from vllm_kvretrieval.kernels.triton.rows import selecting
+from vllm_kvretrieval.kernels.triton.rows import read_budget, selecting
 from vllm_kvretrieval.kernels.types import Chooser
 
 _COLUMNS = tl.constexpr(COLUMNS)
-_SINK = tl.constexpr(int(Column.SINK))
-_WINDOW = tl.constexpr(int(Column.WINDOW))
-_SELECT = tl.constexpr(int(Column.SELECT))
 _MASS = tl.constexpr(int(Column.MASS))
 
 
@@ -55,13 +52,10 @@ def _cut_kernel(
     if selecting(row, seats, certain, choosers, table, NUMBER, PAGE) == 0:
         return
     seat = tl.load(seats + row).to(tl.int64)
-    options = table + seat * _COLUMNS
-    mass = tl.load(options + _MASS).to(tl.float32, bitcast=True)
+    mass = tl.load(table + seat * _COLUMNS + _MASS).to(tl.float32, bitcast=True)
     length = tl.load(certain + row)
     pages = tl.cdiv(length, PAGE)
-    sink = tl.load(options + _SINK)
-    window = tl.load(options + _WINDOW)
-    select = tl.load(options + _SELECT)
+    sink, window, select = read_budget(table, seat, True)
     if COUNTED:
         select = tl.minimum(tl.load(shares + seat * shares_stride + head), pages - sink - window)
     if (mass >= 1) | (select == 0):

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.triton.entries import entry_to_build, keys_of_entry
 from vllm_kvretrieval.kernels.triton.rows import selecting
+from vllm_kvretrieval.kernels.triton.stats import MEMBERS, keep_scores, keep_stats
 from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index.one_bit import BLOCK
 
-MEMBERS = 16
-"""Query heads of a tile: the fewest rows that the tensor cores multiply."""
 TILE_TOKENS = 64
 """Tokens that a program scores at a time, or those of an entry if it has more."""
 
@@ -34,25 +34,21 @@ def _build_bits_kernel(
     records,
     kv_heads,
     RECORD: tl.constexpr,  # elements
-    FROM_SLOTS: tl.constexpr,  # entries are where tokens went, and those count that end an entry
+    FROM_SLOTS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    entry = tl.load(entries + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
-    if FROM_SLOTS:
-        if (entry < 0) | (entry % ENTRY != ENTRY - 1):
-            return
-        entry = entry // ENTRY
-    PARTS: tl.constexpr = PAGE // ENTRY
+    entry = entry_to_build(entries, FROM_SLOTS, ENTRY)
+    if entry < 0:
+        return
     BLOCKS: tl.constexpr = DIMS // _BLOCK
-    unit = entry // PARTS * kv_heads + head
     token = tl.arange(0, ENTRY)
     dims = tl.arange(0, DIMS)
     mask = dims < HEAD_SIZE
-    keys = cache + (unit * PAGE + entry % PARTS * ENTRY + token)[:, None] * (2 * HEAD_SIZE)
+    keys = keys_of_entry(cache, entry, head, kv_heads, HEAD_SIZE, PAGE, ENTRY)[:, None]
     k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
     low, high = tl.min(k, 0), tl.max(k, 0)
     to = records + (entry * kv_heads + head) * RECORD
@@ -132,6 +128,8 @@ def _score_bits_kernel(
     of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
     q = tl.load(of_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
     pages = block_table + row.to(tl.int64) * table_stride
+    scores += pair.to(tl.int64) * (GROUP * score_stride)
+    stats += pair.to(tl.int64) * (programs * 2 * GROUP)
     block, token = tl.arange(0, BLOCKS), tl.arange(0, ENTRY)
     best = tl.full([MEMBERS], float("-inf"), tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
@@ -155,16 +153,8 @@ def _score_bits_kernel(
         scored = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
         place = tile * (TILE * ENTRY) + tl.arange(0, TILE * ENTRY)
         there = place < entries * ENTRY
-        scored = tl.where(there[None, :] & (scored == scored), scored, float("-inf"))
-        highest = tl.maximum(best, tl.max(scored, 1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(scored - base[:, None]), 1)
-        best = highest
-        to = scores + (pair.to(tl.int64) * GROUP + members)[:, None] * score_stride
-        tl.store(to + place[None, :], scored, mask=in_group[:, None] & there[None, :])
-    to = stats + (pair * programs + program).to(tl.int64) * (2 * GROUP) + members
-    tl.store(to, best, mask=in_group)
-    tl.store(to + GROUP, total, mask=in_group)
+        best, total = keep_scores(scored, there, place, scores, score_stride, best, total, GROUP)
+    keep_stats(best, total, stats + program * (2 * GROUP), GROUP)
 
 
 def score_bits(

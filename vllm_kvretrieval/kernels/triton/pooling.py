@@ -3,25 +3,44 @@
 import triton
 import triton.language as tl
 
+from vllm_kvretrieval.kernels.triton.stats import MEMBERS
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 _RELATIVE = tl.constexpr(int(Pooling.RELATIVE))
 _MAX = tl.constexpr(int(Pooling.MAX))
 _SUM = tl.constexpr(int(Pooling.SUM))
+_MEMBERS = tl.constexpr(MEMBERS)
 _NOTHING = tl.constexpr(float("-inf"))
+_SHARED = tl.constexpr(".cg")
+"""Reads past a multiprocessor's own cache what other programs of the launch may have written."""
 
 
 @triton.jit
-def _norm(stats, programs, GROUP: tl.constexpr, POOLING: tl.constexpr, STATS: tl.constexpr):
-    """What is taken off a head's scores before they are pooled."""
-    part = tl.arange(0, STATS)
-    best = tl.load(stats + part * (2 * GROUP), mask=part < programs, other=_NOTHING)
+def _norms(stats, programs, GROUP: tl.constexpr, POOLING: tl.constexpr, STATS: tl.constexpr):
+    """What is taken off each head's scores before they are pooled: float32 [MEMBERS]."""
+    part = tl.arange(0, STATS)[:, None]
+    member = tl.arange(0, _MEMBERS)[None, :]
+    there = (part < programs) & (member < GROUP)
+    of_part = stats + part * (2 * GROUP) + member
+    best = tl.load(of_part, mask=there, other=_NOTHING, cache_modifier=_SHARED)
     highest = tl.max(best, 0)
     if POOLING == _RELATIVE:
         return highest
-    total = tl.load(stats + part * (2 * GROUP) + GROUP, mask=part < programs, other=0.0)
+    total = tl.load(of_part + GROUP, mask=there, other=0.0, cache_modifier=_SHARED)
     base = tl.where(highest == _NOTHING, 0.0, highest)
-    return base + tl.log2(tl.sum(total * tl.exp2(best - base), 0))
+    return base + tl.log2(tl.sum(total * tl.exp2(best - base[None, :]), 0))
+
+
+@triton.jit
+def _of_member(norms, member):
+    """One of the norms."""
+    return tl.sum(tl.where(tl.arange(0, _MEMBERS) == member, norms, 0.0), 0)
+
+
+@triton.jit
+def _read(scores, entry, entries):
+    """The scores of entries; of what is beyond the context, minus infinity."""
+    return tl.load(scores + entry, mask=entry < entries, other=_NOTHING, cache_modifier=_SHARED)
 
 
 @triton.jit
@@ -53,30 +72,28 @@ def pool_pages(
     if POOLING == _SUM:
         for part in tl.static_range(PARTS):
             entry = page * PARTS + part
-            sums = tl.where(entry < entries, 0.0, _NOTHING)
+            sums = tl.zeros(page.shape, tl.float32)
             for member in tl.range(GROUP):
-                of_head = scores + member * score_stride + entry
-                sums += tl.load(of_head, mask=entry < entries, other=0.0)
+                sums += _read(scores + member * score_stride, entry, entries)
             top = tl.maximum(top, sums)
         return top
+    if POOLING != _MAX:
+        norms = _norms(stats, programs, GROUP, POOLING, STATS)
     for member in tl.range(GROUP):
         norm = 0.0
         if POOLING != _MAX:
-            norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
+            norm = _of_member(norms, member)
         for part in tl.static_range(PARTS):
-            entry = page * PARTS + part
-            of_head = scores + member * score_stride + entry
-            top = tl.maximum(top, tl.load(of_head, mask=entry < entries, other=_NOTHING) - norm)
+            less = _read(scores + member * score_stride, page * PARTS + part, entries) - norm
+            top = tl.maximum(top, less)
     if POOLING == _MAX:
         return top
     base = tl.where(top == _NOTHING, 0.0, top)
     mass = tl.zeros(page.shape, tl.float32)
     for member in tl.range(GROUP):
-        norm = _norm(stats + member, programs, GROUP, POOLING, STATS)
+        norm = _of_member(norms, member)
         for part in tl.static_range(PARTS):
-            entry = page * PARTS + part
-            of_head = scores + member * score_stride + entry
-            less = tl.load(of_head, mask=entry < entries, other=_NOTHING) - norm
+            less = _read(scores + member * score_stride, page * PARTS + part, entries) - norm
             mass += tl.exp2(less - base)
     return base + tl.log2(mass)
 
@@ -108,9 +125,8 @@ def pool_highest(
     """
     top = tl.full(token.shape, _NOTHING, tl.float32)
     for head in tl.range(kv_heads):
-        of_pair = stats + head * (programs * 2 * GROUP)
+        norms = _norms(stats + head * (programs * 2 * GROUP), programs, GROUP, _SUM, STATS)
         for member in tl.range(GROUP):
-            norm = _norm(of_pair + member, programs, GROUP, _SUM, STATS)
-            of_head = scores + (head * GROUP + member) * score_stride + token
-            top = tl.maximum(top, tl.load(of_head, mask=token < tokens, other=_NOTHING) - norm)
+            of_head = scores + (head * GROUP + member) * score_stride
+            top = tl.maximum(top, _read(of_head, token, tokens) - _of_member(norms, member))
     return top

@@ -16,14 +16,27 @@ _LAST_LEN = tl.constexpr(int(Column.LAST_LEN))
 
 
 @triton.jit
+def read_budget(table, seat, there):
+    """The pages that a request attends to: at the beginning, at the end, and selected ones.
+
+    Args:
+        table: The table of running requests.
+        seat: The request's.
+        there: Whether to read it; else all are 0.
+    """
+    options = table + seat * _COLUMNS
+    sink = tl.load(options + _SINK, mask=there, other=0)
+    window = tl.load(options + _WINDOW, mask=there, other=0)
+    return sink, window, tl.load(options + _SELECT, mask=there, other=0)
+
+
+@triton.jit
 def selecting(row, seats, certain, choosers, table, NUMBER: tl.constexpr, PAGE: tl.constexpr):
     """Whether a row selects by the method of a number; not if its context is within its budget."""
     own = tl.load(choosers + row) == NUMBER
-    options = table + tl.load(seats + row) * _COLUMNS
-    select = tl.load(options + _SELECT, mask=own, other=0)
-    budget = tl.load(options + _SINK, mask=own, other=0)
-    budget += tl.load(options + _WINDOW, mask=own, other=0) + select
-    return own & (select > 0) & (tl.cdiv(tl.load(certain + row), PAGE) > budget)
+    sink, window, select = read_budget(table, tl.load(seats + row), own)
+    pages = tl.cdiv(tl.load(certain + row), PAGE)
+    return own & (select > 0) & (pages > sink + window + select)
 
 
 @triton.jit(do_not_specialize=["least"])
@@ -52,9 +65,8 @@ def _prepare_kernel(
     active = active & (tl.load(slot_mapping + first, mask=active, other=-1) >= 0)
     options = table + seat * _COLUMNS
     active = active & (tl.load(options + _EXACT, mask=active, other=1) == 0)
-    budget = tl.load(options + _SINK, mask=active, other=0)
-    budget += tl.load(options + _WINDOW, mask=active, other=0)
-    budget += tl.load(options + _SELECT, mask=active, other=0)
+    sink, window, select = read_budget(table, seat, active)
+    budget = sink + window + select
     listed = active
     known = length - tl.where(active, tokens - 1, 0)
     if not FAR:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows
 from vllm_kvretrieval.kernels.triton.checks import (
     check_counts,
     check_heads,
@@ -18,8 +18,9 @@ from vllm_kvretrieval.kernels.triton.index import check_store
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.pooling import pool_highest, pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import order_of
-from vllm_kvretrieval.kernels.triton.rows import selecting
-from vllm_kvretrieval.kernels.triton.scores import LEAST_DIMS, LOG2_E, MEMBERS, TILE
+from vllm_kvretrieval.kernels.triton.rows import read_budget, selecting
+from vllm_kvretrieval.kernels.triton.scores import LEAST_DIMS, LOG2_E, TILE
+from vllm_kvretrieval.kernels.triton.stats import MEMBERS, keep_scores, keep_stats
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
@@ -32,10 +33,6 @@ POOLED = 4
 MOST_METHODS = 31
 """Methods of an engine whose lists are of tokens: bits of a number."""
 
-_COLUMNS = tl.constexpr(COLUMNS)
-_SINK = tl.constexpr(int(Column.SINK))
-_WINDOW = tl.constexpr(int(Column.WINDOW))
-_SELECT = tl.constexpr(int(Column.SELECT))
 _HIGH_BIT = tl.constexpr(-0x80000000)
 
 
@@ -82,6 +79,8 @@ def _score_tokens_kernel(
     of_query = of_query + (head * GROUP + members)[:, None] * HEAD_SIZE + dims[None, :]
     q = tl.load(of_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
     pages = block_table + row.to(tl.int64) * table_stride
+    scores += pair.to(tl.int64) * (GROUP * score_stride)
+    stats += pair.to(tl.int64) * (programs * 2 * GROUP)
     best = tl.full([MEMBERS], float("-inf"), tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
     for tile in tl.range(program, tl.cdiv(length, TILE), programs, num_stages=STAGES):
@@ -92,16 +91,8 @@ def _score_tokens_kernel(
         read = in_head[:, None] & valid[None, :]
         k = tl.load(cache + keys[None, :] + dims[:, None], mask=read, other=0.0)
         scored = tl.dot(q, k, out_dtype=tl.float32) * scale_log2
-        scored = tl.where(valid[None, :] & (scored == scored), scored, float("-inf"))
-        highest = tl.maximum(best, tl.max(scored, 1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(scored - base[:, None]), 1)
-        best = highest
-        to = scores + (pair.to(tl.int64) * GROUP + members)[:, None] * score_stride
-        tl.store(to + token[None, :], scored, mask=in_group[:, None] & valid[None, :])
-    to = stats + (pair * programs + program).to(tl.int64) * (2 * GROUP) + members
-    tl.store(to, best, mask=in_group)
-    tl.store(to + GROUP, total, mask=in_group)
+        best, total = keep_scores(scored, valid, token, scores, score_stride, best, total, GROUP)
+    keep_stats(best, total, stats + program * (2 * GROUP), GROUP)
 
 
 @triton.jit
@@ -197,13 +188,12 @@ def _rank_kernel(
     chooser = tl.load(choosers + row)
     own = (chooser >= 0) & (((NUMBERS >> tl.maximum(chooser, 0)) & 1) != 0)
     seat = tl.load(seats + row)
-    options = table + seat * _COLUMNS
     length = tl.load(certain + row)
     drafts = tl.load(seq_lens + row) - length  # which come after the window
-    sink = tl.load(options + _SINK, mask=own, other=0) * PAGE
-    select = tl.load(options + _SELECT, mask=own, other=0) * PAGE
+    sink, window, select = read_budget(table, seat, own)
+    sink *= PAGE
+    select *= PAGE
     # Windows of methods of tokens have as many tokens; others have the last pages.
-    window = tl.load(options + _WINDOW, mask=own, other=0)
     end = length - window * PAGE
     end = tl.where(select > 0, end, (tl.cdiv(length, PAGE) - window) * PAGE)
     window = length - end

@@ -111,6 +111,8 @@ class DroppingMethod(Method):
         """See :attr:`Method.needs`. Shares by entropy are those of layers; as heads drop tokens
         step by step, they come to differ."""
         needs = super().needs | {Need.DROPS, Need.PROMPTS}
+        if self.drops:
+            needs |= {Need.DROPS_ALWAYS}
         uneven = self.drops or self.budget_shares.entropy is None
         if not self.budget_shares.uniform and uneven:
             needs |= {Need.UNEVEN_TOKENS}

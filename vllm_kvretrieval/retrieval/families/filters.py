@@ -26,7 +26,8 @@ class FilterMethod(Method):
     )
     schedules: ClassVar = {"shared_layers": "filter layers select for others"}
     options: ClassVar = frozenset(
-        "sink window filters filter_heads observation prefill_budget prefill_chunk".split()
+        "sink window exact_below filters filter_heads observation prefill_budget "
+        "prefill_chunk".split()
     )
 
     observation: str

@@ -13,7 +13,7 @@ class FixedMethod(Method):
     methods: ClassVar = "methods that select nothing"
     trait: ClassVar = "which selects nothing"
     schedules: ClassVar = {"never": "no selection: sink and window only"}
-    options: ClassVar = frozenset({"sink", "dense_layers", "lossless"})
+    options: ClassVar = frozenset({"sink", "dense_layers", "exact_below", "lossless"})
     of_requests: ClassVar = frozenset({"budget", "lossless"})
 
     selects: ClassVar = False

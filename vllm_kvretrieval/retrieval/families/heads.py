@@ -26,7 +26,7 @@ class HeadMethod(Method):
     schedules: ClassVar = {
         "by_head": "retrieval heads attend to everything, others to sink and window"
     }
-    options: ClassVar = frozenset({"sink", "dense_layers", "heads", "lossless"})
+    options: ClassVar = frozenset({"sink", "dense_layers", "exact_below", "heads", "lossless"})
     of_requests: ClassVar = frozenset({"budget", "lossless"})
 
     heads: HeadSet

@@ -78,7 +78,7 @@ class ScoredMethod(Method):
         "sink window dense_layers summary_size index pooling rerank mass remainder outliers unit "
         "correction_threshold budget_shares prefill_budget prefill_share prefill_budget_shares "
         "prefill_depth prefill_chunk prefill_queries prefill_sampling prefill_pooling "
-        "streaming_attention lossless".split()
+        "streaming_attention exact_below lossless".split()
     )
     numbers: ClassVar = (MASS, CORRECTION_THRESHOLD)
     of_requests: ClassVar = frozenset(

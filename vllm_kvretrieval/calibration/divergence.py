@@ -1,4 +1,4 @@
-"""Scores: divergence from full attention, agreement, perplexity, answers, cache attended to."""
+"""Scores of forced tokens and answers: divergence from full attention, agreement, perplexity."""
 
 from __future__ import annotations
 
@@ -138,27 +138,3 @@ def forced_scores(
 def answer_found(generated: str, answer: str) -> bool:
     """Tell whether the generated text starts with the answer (white space aside)."""
     return generated.lstrip().startswith(answer)
-
-
-def cache_share(
-    prompt: int, generated: int, attended: int, full_layers: int, dense_layers: float
-) -> float:
-    """Return the share of the KV cache that a request's decode steps attend to, 0 to 1.
-
-    What retrieval reads of its index to choose is not in it.
-
-    Counted over the layers with full attention (sliding-window layers keep vLLM's own treatment)
-    and over the decode steps, with L the context of a step::
-
-        ((full_layers - dense_layers) * min(L, attended) + dense_layers * L) / (full_layers * L)
-
-    Args:
-        prompt: tokens of the prompt.
-        generated: tokens generated; the first comes from the prefill and takes no decode step.
-        attended: tokens that a retrieval layer attends to at most.
-        full_layers: layers with full attention.
-        dense_layers: those of them that retrieval leaves alone, and parts of others.
-    """
-    contexts = np.arange(prompt + 1, prompt + max(generated, 2))
-    sparse = np.minimum(contexts, attended) / contexts
-    return float(((full_layers - dense_layers) * sparse.mean() + dense_layers) / full_layers)

@@ -1,0 +1,131 @@
+"""The processes of an engine on a CPU, and the cores of their threads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.support.engine import DTYPE, Request, checkpoint, drive, engine, prompt, shortened
+from vllm_kvretrieval.engine.cpu import processes
+from vllm_kvretrieval.upstream.defaults import all_cores, cores_of, forked_on_all_cores
+
+PROMPT, TOKENS = 300, 6
+CONNECTOR = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "kvretrieval",
+    "additional_config": {"kv_retrieval": {"attention": "vllm", "budget": 256}},
+    "dtype": DTYPE,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 16 << 20,
+    "disable_log_stats": True,
+}
+PROGRAM = """
+import json, os, sys
+import psutil, torch
+from vllm import LLM, SamplingParams
+
+forks = []
+os.register_at_fork(after_in_parent=lambda: forks.append(True))
+torch.ones(1 << 24).exp()  # threads, which a child would lack
+options, prompt, tokens = json.loads(sys.argv[1])
+llm = LLM(**options)
+sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+(answer,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+(engine,) = psutil.Process().children(recursive=True)
+threads = [sorted(os.sched_getaffinity(thread.id)) for thread in engine.threads()]
+found = [list(answer.outputs[0].token_ids), len(forks), sorted(os.sched_getaffinity(0)), threads]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return shortened(tmp_path_factory.mktemp("model"), "SmolLM2-135M-Instruct", 4)
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """What an engine with one of our methods and some options makes of executor and environment."""
+
+    def configure(settings=None, **options):
+        for name, value in (all_cores() | (settings or {})).items():
+            monkeypatch.setenv(name, value)
+        for name in ("OMP_NUM_THREADS", processes.METHOD, "LD_PRELOAD", "GOMP_CPU_AFFINITY"):
+            monkeypatch.setenv(name, "")  # to be undone
+            monkeypatch.delenv(name)
+        path = checkpoint("SmolLM2-135M-Instruct")
+        options = {"attention_backend": "kvretrieval"} | options
+        parallel = EngineArgs(model=path, **options).create_engine_config().parallel_config
+        return parallel.distributed_executor_backend, dict(os.environ)
+
+    return configure
+
+
+OURS = "vllm_kvretrieval.engine.cpu.processes.EngineExecutor"
+
+
+@pytest.mark.model
+def test_a_worker_that_is_alone_has_no_process(configured):
+    executor, environment = configured()
+    cores = cores_of(os.getpid())
+    assert executor == OURS
+    assert environment["GOMP_CPU_AFFINITY"].split() == [str(core) for core in cores]
+    assert environment["OMP_NUM_THREADS"] == str(len(cores))
+    assert environment[processes.METHOD] == "spawn", "threads of this process are not bound"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("settings", "options", "executor"),
+    [
+        ({}, {"distributed_executor_backend": "mp"}, "mp"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0|0|0"}, {"tensor_parallel_size": 3}, "mp"),
+        ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {}, "uni"),
+        ({}, {"attention_backend": None}, "mp"),
+        ({}, {"kv_transfer_config": CONNECTOR}, "mp"),
+    ],
+    ids=["as asked", "several workers", "one process", "stock", "connector"],
+)
+def test_other_engines_are_as_vllm_has_them(configured, settings, options, executor):
+    assert configured(settings, **options)[0] == executor
+
+
+@pytest.mark.model
+@pytest.mark.engine
+def test_a_forked_engine_has_its_cores_and_answers(model):
+    """Its first process has a thread on each core, and has computed."""
+    tokens = prompt(PROMPT, 1)
+    settings = {name: v for name, v in os.environ.items() if not name.startswith("VLLM_")}
+    given = json.dumps([OPTIONS | {"model": model}, tokens, TOKENS])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, given],
+        env=settings | forked_on_all_cores() | {"TORCHDYNAMO_DISABLE": "1"},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("[["))
+    answer, forks, own, threads = json.loads(said)
+    cores = cores_of(os.getpid())
+    assert forks == 1
+    assert {*own} >= {*cores}, "the front end is not kept on one core"
+    assert all([core] in threads for core in cores)
+    with engine(**OPTIONS | {"model": model}) as llm:
+        (spawned,) = drive(llm, [Request(tokens, TOKENS)])
+    assert answer == spawned.tokens
+
+
+def test_threads_that_are_not_bound_have_no_places():
+    assert torch.get_num_threads() >= 1
+    assert processes.places() == []

@@ -1,0 +1,109 @@
+"""The processes of an engine on a CPU: one for scheduler and worker, which may be forked.
+
+vLLM starts a process for each worker, since OpenMP takes the cores of its threads from the
+environment with which a process starts. A worker that is alone needs none of its own where the
+engine's process starts in that environment. Each process imports the same for many seconds, and
+holds it in memory.
+
+A forked process imports nothing. Its OpenMP is that of the process before, so it is right only
+where that one has the worker's cores, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import envs
+from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_kvretrieval.attention.refusals import has_foreign_connector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ALONE = "uni"
+"""vLLM's name of an executor for one worker."""
+OPENMP = "libgomp.so.1"
+"""torch's OpenMP, which is loaded."""
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+PAUSE_HARD = 2
+"""``omp_pause_hard`` of OpenMP 5: threads end, and are made anew when they are needed."""
+
+
+class EngineExecutor(UniProcExecutor):
+    """A worker in the process of the engine, with a thread on each of its cores."""
+
+    def _init_executor(self) -> None:
+        if cores := places():  # a forked process has the affinity of the one before
+            os.sched_setaffinity(0, {cores[0]})
+        gc.freeze()  # all that is imported stays; a collection would copy it in a forked process
+        super()._init_executor()
+
+
+def share_process(vllm_config: VllmConfig) -> None:
+    """Let the worker of an engine run in the engine's process, which is about to start.
+
+    Args:
+        vllm_config: Of an engine with one worker, for which the user has named no executor.
+    """
+    parallel = vllm_config.parallel_config
+    if (
+        not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        or parallel.data_parallel_size > 1
+        or has_foreign_connector(vllm_config)
+    ):
+        return
+    manager = OMPProcessManager(vllm_config)
+    with manager.configure_omp_envs(rank=0, local_rank=0):
+        of_worker = dict(os.environ)
+    os.environ |= of_worker  # as vLLM does for the processes that it starts next
+    parallel.distributed_executor_backend = f"{__name__}.{EngineExecutor.__name__}"
+    cores = manager.cpu_lists[0] if manager.cpu_lists and not manager.use_iomp else []
+    if cores and places() == cores and torch.get_num_threads() == len(cores):
+        os.environ[METHOD] = "fork"
+        _fork_without_threads()
+        _release_first_core(cores)
+
+
+def places() -> list[int]:
+    """The cores of OpenMP's threads in this process, in their order; empty where it binds none."""
+    if (openmp := _openmp()) is None:
+        return []
+    found = []
+    for place in range(openmp.omp_get_num_places()):
+        cores = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, cores)
+        if len(cores) != 1:
+            return []
+        found.append(cores[0])
+    return found
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """torch's OpenMP; None where it has another one."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(OPENMP, mode=os.RTLD_NOLOAD)
+    return None
+
+
+@functools.cache
+def _fork_without_threads() -> None:
+    """End OpenMP's threads before a fork: a child would wait for them, and does not have them."""
+    if (openmp := _openmp()) is not None:
+        os.register_at_fork(before=lambda: openmp.omp_pause_resource_all(PAUSE_HARD))
+
+
+def _release_first_core(cores: list[int]) -> None:
+    """Let this process, whose first thread OpenMP has bound when it was loaded, run where its
+    parent may, or at least on all of these cores."""
+    parent = os.getppid()
+    allowed = os.sched_getaffinity(parent) if parent else set[int]()
+    os.sched_setaffinity(0, allowed | {*cores})
