@@ -193,12 +193,6 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
         "* has 16 for each token; leave it out.",
     ),
-    "drafts of methods that drop tokens": (
-        LLAMA,
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}}
-        | retrieval(also=["snapkv"]),
-        "--speculative-config verifies drafts, of which some are taken back, and snapkv drops",
-    ),
 }
 
 

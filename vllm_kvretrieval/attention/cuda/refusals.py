@@ -18,7 +18,7 @@ from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
-from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, SPECULATION, Need
+from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig) -> Non
                 f"{config.method} does not verify drafts beside {obstacle} on a GPU yet; leave one "
                 "out."
             )
-    SPECULATION.check(config.methods.values())
     group, drafts = query_heads(vllm_config), vllm_config.num_speculative_tokens
     by = f"num_speculative_tokens={drafts} of --speculative-config"
     if config.drafts:
