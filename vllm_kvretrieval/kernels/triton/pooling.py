@@ -77,6 +77,7 @@ def pool_pages(
                 sums += _read(scores + member * score_stride, entry, entries)
             top = tl.maximum(top, sums)
         return top
+    norms = tl.zeros([_MEMBERS], tl.float32)  # the compiler wants it in any case
     if POOLING != _MAX:
         norms = _norms(stats, programs, GROUP, POOLING, STATS)
     for member in tl.range(GROUP):
