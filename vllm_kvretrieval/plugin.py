@@ -102,14 +102,13 @@ def register() -> None:
 def _register_backends() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kvretrieval.retrieval.presets import CERTIFIED, EXACT, backend_names
+    from vllm_kvretrieval.retrieval.presets import backend_names
 
     platform = compat.vllm_platform()
     assert platform is not None, "without one no backend is registered"
-    for name in backend_names():
-        if name.upper() not in AttentionBackendEnum.__members__:
-            meant = EXACT if name == CERTIFIED else name  # which a platform replaces
-            register_backend(name.upper(), f"{BACKENDS[platform.device]}.{meant.upper()}")
+    for name in map(str.upper, backend_names()):
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, f"{BACKENDS[platform.device]}.{name}")
 
 
 def _register_quantization() -> None:

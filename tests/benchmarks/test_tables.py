@@ -138,22 +138,28 @@ def test_plots_follow_their_files(tmp_path):
 
 
 def test_the_first_picture_shows_other_engines_where_they_were_measured(tmp_path):
-    """In a panel of their own, since they are of another run."""
+    """In a panel of their own, since they are of another run; a line for each program."""
     shutil.copy(RESULTS / "decode-small-pages.json", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("![Tokens](plots/tokens/decode-small-pages.svg)\n")
     (committed,) = plots.drawn(page, RESULTS).values()
     assert committed == TOKENS_PLOT.read_text()
     (before,) = plots.drawn(page, tmp_path).values()
-    places = itertools.product(("vLLM", "kvretrieval", "llama.cpp q8_0"), (8192, 32768))
+    lanes = ("llama.cpp q8_0, no fa", "vLLM", "kvretrieval", "full", "llama.cpp q8_0, fa")
+    places = itertools.product(enumerate(lanes), (8192, 32768))
     cells = [
-        {"lane": lane, "figure": "steps", "context": context, "value": 30.0 + context / 1024}
-        for lane, context in places
+        {"lane": lane, "figure": "steps", "context": context, "value": n + context / 1024}
+        for (n, lane), context in places
     ]
+    fastest = {lane.split()[0]: lane for lane in reversed(lanes) if lane != "full"}
+    assert plots._tokens_of_peers({"cells": cells}) == {
+        name: {c["context"]: c["value"] for c in cells if c["lane"] == lane}
+        for name, lane in fastest.items()
+    }
     cells.append({"lane": "mistral.rs", "figure": "steps", "context": 8192, "reason": "none"})
     (tmp_path / "peers-smollm2.json").write_text(json.dumps({"cells": cells}))
     (after,) = plots.drawn(page, tmp_path).values()
-    assert "llama.cpp q8_0" in after
+    assert "llama.cpp" in after
     assert "mistral.rs" not in after
     assert after.count("a token of the answer, ms") == 2 * before.count("a token of the answer, ms")
 

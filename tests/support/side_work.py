@@ -113,8 +113,14 @@ class Interleaved:
         launch()
 
     def _run(self, count):
-        for _ in range(count):
-            self._launched.pop(0)()
+        """Run the next launches of side work; those that they make in turn are a part of them."""
+        global _launching
+        before, _launching = _launching, None
+        try:
+            for _ in range(count):
+                self._launched.pop(0)()
+        finally:
+            _launching = before
 
 
 class _Launches:

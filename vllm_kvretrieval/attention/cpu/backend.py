@@ -11,7 +11,7 @@ from vllm_kvretrieval.attention.cpu.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cpu.refusals import DTYPES, HEAD_SIZES
 from vllm_kvretrieval.attention.refusals import KV_CACHE_DTYPES, page_size
-from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.retrieval.presets import backend_names
 
 
 class RetrievalBackend(CPUAttentionBackend):
@@ -55,8 +55,8 @@ class RetrievalBackend(CPUAttentionBackend):
 
 
 def __getattr__(name: str) -> type[RetrievalBackend]:
-    """The backend of the preset whose name this is in capitals, as ``plugin.py`` registers it."""
-    if name.lower() not in preset_names() or not name.isupper():
+    """The backend whose name this is in capitals, as ``plugin.py`` registers it."""
+    if name.lower() not in backend_names() or not name.isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend = type(name, (RetrievalBackend,), {"get_name": staticmethod(lambda: name)})
     globals()[name] = backend

@@ -17,7 +17,7 @@ from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cuda.refusals import CAPABILITY, DTYPES, HEAD_SIZES
 from vllm_kvretrieval.attention.refusals import KV_CACHE_DTYPES, page_size
-from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.retrieval.presets import backend_names
 
 
 class RetrievalBackend(AttentionBackend):
@@ -112,8 +112,8 @@ def dense_half() -> type[AttentionBackend]:
 
 
 def __getattr__(name: str) -> type[RetrievalBackend]:
-    """The backend of the preset whose name this is in capitals, as ``plugin.py`` registers it."""
-    if name.lower() not in preset_names() or not name.isupper():
+    """The backend whose name this is in capitals, as ``plugin.py`` registers it."""
+    if name.lower() not in backend_names() or not name.isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend = globals()[name] = backend_over(dense_half(), name)
     return backend
