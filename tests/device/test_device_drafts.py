@@ -113,7 +113,9 @@ def twice(served, request, text):
     return answers, list(same)
 
 
-@pytest.mark.parametrize("name", ["freekv", "kvretrieval", "quest", "streamingllm"])
+@pytest.mark.parametrize(
+    "name", ["freekv", "kvretrieval", pytest.param("quest", marks=pytest.mark.slow), "streamingllm"]
+)
 def test_rejected_drafts_leave_no_trace(served, expected, name):
     request = REQUESTS[name]
     answers, same = twice(served, request, drafted(served, request, expected[name]))
@@ -131,7 +133,7 @@ def by_shares(model):
     with opened(model, "device", shares) as served:
         served.replay(False)
         served.follow([request.prompt], 0.0)
-        text = drafted(served, request, served.alone(request))
+        text = text_of(request, served.alone(request))
         served.follow([text], 0.0)
         yield served, request, text, served.alone(request)
 
