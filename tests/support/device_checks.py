@@ -210,7 +210,7 @@ def decode_steps(
         in_rows = DeviceRows(
             of_seat, prefilling, starts, ends.int(),
             torch.cat([slots(r, torch.arange(lengths[r] - 1, ends[r])) for r in range(rows)]),
-            tables, *torch.full((4, rows), 99, dtype=torch.int32), drafts,
+            tables, *torch.full((4, rows), 99, dtype=torch.int32), drafts=drafts,
         )  # fmt: skip
         in_rows.slot_mapping[starts[6] :] = -1
         shortest = least[step % len(least)]
@@ -374,7 +374,7 @@ def token_steps(
     new = [of_row[length - 1 :] for of_row, length in zip(at, lengths.tolist(), strict=True)]
     in_rows = DeviceRows(
         seat, torch.zeros(rows, dtype=torch.int32), starts, ends.int(), torch.cat(new), tables,
-        *torch.full((4, rows), 99, dtype=torch.int32), drafts,
+        *torch.full((4, rows), 99, dtype=torch.int32), drafts=drafts,
     )  # fmt: skip
     counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
     counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page

@@ -142,10 +142,10 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self.ops.prepare_rows(rows, self.table, self.page_size, least=least, far=far)
         lead = common.num_reqs
         if self.tier is not None:
-            tokens = np.diff(common.query_start_loc_cpu.numpy()[: lead + 1])
+            new = np.diff(common.query_start_loc_cpu.numpy()[: lead + 1])
             lead = self.tier.begin_step(
                 common,
-                self.requests.of_prompts(tokens),
+                self.requests.of_prompts(new),
                 reads_written=self.requests.may_read_written(),
             )
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])
