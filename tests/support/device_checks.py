@@ -207,11 +207,10 @@ def decode_steps(
         query = (query.float() * 0.8 + 0.6 * noise).to(dtype)
         prefilling = torch.zeros(rows, dtype=torch.int32)
         prefilling[5] = step == 0  # a prompt's last token
-        in_rows = DeviceRows(
-            of_seat, prefilling, starts, ends.int(),
-            torch.cat([slots(r, torch.arange(lengths[r] - 1, ends[r])) for r in range(rows)]),
-            tables, *torch.full((4, rows), 99, dtype=torch.int32), drafts=drafts,
-        )  # fmt: skip
+        written = torch.full((4, rows), 99, dtype=torch.int32)
+        new = torch.cat([slots(r, torch.arange(lengths[r] - 1, ends[r])) for r in range(rows)])
+        in_rows = DeviceRows(of_seat, prefilling, starts, ends.int(), new, tables, *written)
+        in_rows = replace(in_rows, drafts=drafts)
         in_rows.slot_mapping[starts[6] :] = -1
         shortest = least[step % len(least)]
         asked = torch.full((int(starts[-1]), *query.shape[1:]), float("nan"), dtype=dtype)
@@ -372,10 +371,9 @@ def token_steps(
     fused[sum(map(len, at[:3])) :][: len(at[3])] = 0.5
     query = 3 * torch.randn(int(starts[-1]), kv_heads * group, head_size).to(dtype)
     new = [of_row[length - 1 :] for of_row, length in zip(at, lengths.tolist(), strict=True)]
-    in_rows = DeviceRows(
-        seat, torch.zeros(rows, dtype=torch.int32), starts, ends.int(), torch.cat(new), tables,
-        *torch.full((4, rows), 99, dtype=torch.int32), drafts=drafts,
-    )  # fmt: skip
+    prompts, written = torch.zeros(rows, dtype=torch.int32), torch.full((4, rows), 99)
+    in_rows = DeviceRows(seat, prompts, starts, ends.int(), torch.cat(new), tables, *written.int())
+    in_rows = replace(in_rows, drafts=drafts)
     counts = torch.randint(0, 6 * page, (seats, kv_heads + 2)).int()
     counts[seat[2].long(), 1], counts[seat[2].long(), 2] = 0, 99 * page
     for layer in layers:
