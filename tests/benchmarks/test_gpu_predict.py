@@ -29,9 +29,9 @@ def test_the_committed_table_is_of_todays_launches():
 def test_a_launch_more_is_seen(monkeypatch):
     stored, write = predict.predicted(), kernels.write_kv
 
-    def twice(*args):
-        write(*args)
-        write(*args)
+    def twice(*args, **options):
+        write(*args, **options)
+        write(*args, **options)
 
     monkeypatch.setattr(kernels, "write_kv", twice)
     launched = predict.predicted()["presets"]["freekv"]["device"]["path"]["_write_kernel"][0]
