@@ -31,7 +31,7 @@ MULTIPLYING = re.compile(r"scores|plan_decode|select_ahead [a-z]|sparse_decode")
 LEAST_WIDE, OF_SELECTION, MOST_NARROW = 0.4, 0.19, 0.25
 """Shares of what a thread reads by 16 bytes at a time, of selection, which reads its scores again
 (and bounds of drafts), and by less than four."""
-SAMPLE = ("write_kv d64", "plan_decode bounding d64")
+SAMPLE = ("write_kv d64", "plan_decode low_rank d128")
 
 
 def read(path):
