@@ -20,7 +20,7 @@ from benchmarks.serving import report
 from benchmarks.tables.labels import TASKS
 from benchmarks.tables.labels import VARIANTS as NAMES
 from benchmarks.tables.markdown import percent, read_results
-from vllm_kvretrieval.retrieval.presets import preset_names
+from vllm_kvretrieval.retrieval.presets import EXACT, preset_names
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -28,8 +28,6 @@ from matplotlib.figure import Figure
 
 LINK = re.compile(r"\((?P<path>[^()\s]*plots/(?P<kind>\w+)/(?P<name>[\w-]+)\.svg)\)")
 MARKERS = "osD^v"
-EXACT = "full"
-"""Our method that attends to whole contexts."""
 
 
 def drawn(page: Path, directory: Path = RESULTS) -> dict[Path, str]:
