@@ -54,7 +54,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def configured(monkeypatch):
-    """What an engine with one of our methods and some options makes of executor and environment."""
+    """An engine with one of our methods and some options, as it is configured."""
 
     def configure(settings=None, **options):
         for name, value in (all_cores() | (settings or {})).items():
@@ -64,8 +64,7 @@ def configured(monkeypatch):
             monkeypatch.delenv(name)
         path = checkpoint("SmolLM2-135M-Instruct")
         options = {"attention_backend": "kvretrieval"} | options
-        parallel = EngineArgs(model=path, **options).create_engine_config().parallel_config
-        return parallel.distributed_executor_backend, dict(os.environ)
+        return EngineArgs(model=path, **options).create_engine_config()
 
     return configure
 
@@ -75,12 +74,16 @@ OURS = "vllm_kvretrieval.engine.cpu.processes.EngineExecutor"
 
 @pytest.mark.model
 def test_a_worker_that_is_alone_has_no_process(configured):
-    executor, environment = configured()
-    cores = cores_of(os.getpid())
-    assert executor == OURS
+    vllm_config = configured()
+    before, cores = dict(os.environ), cores_of(os.getpid())
+    assert vllm_config.parallel_config.distributed_executor_backend == OURS
+    with processes.started_on_cores(vllm_config):
+        environment = dict(os.environ)
     assert environment["GOMP_CPU_AFFINITY"].split() == [str(core) for core in cores]
     assert environment["OMP_NUM_THREADS"] == str(len(cores))
     assert environment[processes.METHOD] == "spawn", "threads of this process are not bound"
+    assert {*environment} - {*before} == {"GOMP_CPU_AFFINITY", "OMP_NUM_THREADS"}
+    assert dict(os.environ) == before, "later processes of the program would be bound, too"
 
 
 @pytest.mark.model
@@ -96,7 +99,8 @@ def test_a_worker_that_is_alone_has_no_process(configured):
     ids=["as asked", "several workers", "one process", "stock", "connector"],
 )
 def test_other_engines_are_as_vllm_has_them(configured, settings, options, executor):
-    assert configured(settings, **options)[0] == executor
+    parallel = configured(settings, **options).parallel_config
+    assert parallel.distributed_executor_backend == executor
 
 
 @pytest.mark.model

@@ -190,6 +190,7 @@ def planned(monkeypatch, host, **options):
         cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_offloading_size=None),
         kv_transfer_config=connector_config(engines),
         attention_config=SimpleNamespace(hisparse_config=None),
+        num_speculative_tokens=0,
     )
     specs = {f"layers.{number}": spec for number in range(32)}
     own = RetrievalConfig.from_options("freekv", options)

@@ -16,11 +16,14 @@ import ctypes
 import functools
 import gc
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
 from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.utils.system_utils import set_env_var
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
@@ -60,16 +63,40 @@ def share_process(vllm_config: VllmConfig) -> None:
         or has_foreign_connector(vllm_config)
     ):
         return
-    manager = OMPProcessManager(vllm_config)
-    with manager.configure_omp_envs(rank=0, local_rank=0):
-        of_worker = dict(os.environ)
-    os.environ |= of_worker  # as vLLM does for the processes that it starts next
     parallel.distributed_executor_backend = f"{__name__}.{EngineExecutor.__name__}"
+    _start_as_workers()
+
+
+@functools.cache
+def _start_as_workers() -> None:
+    """Let processes of these engines start as vLLM's workers do, with OpenMP's cores."""
+    start = CoreEngineProcManager.__init__
+
+    @functools.wraps(start)
+    def starting(*args: Any, **kwargs: Any) -> None:
+        ours = kwargs["executor_class"] is EngineExecutor
+        with started_on_cores(kwargs["vllm_config"]) if ours else contextlib.nullcontext():
+            start(*args, **kwargs)
+
+    CoreEngineProcManager.__init__ = starting
+
+
+@contextlib.contextmanager
+def started_on_cores(vllm_config: VllmConfig) -> Iterator[None]:
+    """The environment with which an engine's process starts, of which nothing is left here.
+
+    Args:
+        vllm_config: Of an engine whose worker has no process of its own.
+    """
+    manager = OMPProcessManager(vllm_config)
     cores = manager.cpu_lists[0] if manager.cpu_lists and not manager.use_iomp else []
-    if cores and places() == cores and torch.get_num_threads() == len(cores):
-        os.environ[METHOD] = "fork"
+    forked = bool(cores) and places() == cores and torch.get_num_threads() == len(cores)
+    if forked:
         _fork_without_threads()
         _release_first_core(cores)
+    way = set_env_var(METHOD, "fork") if forked else contextlib.nullcontext()
+    with manager.configure_omp_envs(rank=0, local_rank=0), way:
+        yield
 
 
 def places() -> list[int]:
