@@ -30,6 +30,7 @@ from benchmarks.texts import excerpt
 from vllm_kvretrieval.drafting.lookup import find
 from vllm_kvretrieval.drafting.pace import VERIFY, Pace
 
+COST = VERIFY.among(1)
 ANSWER = 600
 BEGINNING = 32
 CHARACTERS = 6
@@ -88,8 +89,8 @@ def _ours(context: list[int], most: int) -> tuple[Draft, Note]:
         match = find(tokens)
         kind = own.kind(match.length)
         there = min(most, left, len(tokens) - match.end)
-        count = own.plan(kind, there, VERIFY).tokens
-        if count == 0 and own.probe(kind, there, VERIFY):
+        count = own.plan(kind, there, COST).tokens
+        if count == 0 and own.probe(kind, there, COST):
             count = 1
         return tokens[match.end : match.end + count]
 
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
                 except ModuleNotFoundError:
                     continue
                 steps, verifying, drafted, accepted = answer(before, text, made)
-                time = steps + verifying * VERIFY.once + drafted * VERIFY.token
+                time = steps + verifying * COST.once + drafted * COST.token
                 found[drafter] = {
                     "tokens_per_step": len(text) / steps,
                     "drafted": drafted,
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
                     "speed_up": len(text) / time,
                 }
             cells.append({"context": context, "text": name, "drafters": found})
-    settings = VERIFY._asdict() | {"drafts": args.drafts, "answer": ANSWER}
+    settings = {"once": COST.once, "token": COST.token} | {"drafts": args.drafts, "answer": ANSWER}
     settings["model"] = args.model.name
     store = result_header("benchmarks.ops") | {"settings": settings, "cells": cells}
     write_json(args.output, store)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving speculative --quick   # some minutes: does everything work?
     python -m benchmarks.serving speculative           # the complete table
-    python -m benchmarks.serving speculative --home disk --contexts 32768 --batches 1
+    python -m benchmarks.serving speculative --home disk --cold --contexts 32768 --batches 1
 
 Three kinds of real prompts: `copy` (a passage of the novel, asked for once more, whose beginning is
 there), `code` (a module of Python's own library, asked for with another name of what it uses most,
@@ -37,6 +37,7 @@ from benchmarks.cli import SMOLLM2, add_model, add_output, add_tokens
 from benchmarks.common import Stopwatch, result_header, write_json
 from benchmarks.engines import LONG_STEPS, Answers, EngineProcess, EngineSpec
 from benchmarks.models import Documents, kv_bytes_per_token, yarn_overrides
+from benchmarks.serving import slow_worker
 from benchmarks.serving.decode import BLOCK
 from benchmarks.serving.status import Status
 from benchmarks.tables import speculative as tables
@@ -179,6 +180,7 @@ def specs(args: argparse.Namespace) -> Iterator[EngineSpec]:
     if args.home == "disk":
         options["home_bytes"] = tokens * kv_bytes_per_token(config)
         options["home_path"] = args.home_path
+        common["worker_extension_cls"] = slow_worker.EXTENSION
     drafting = options | {"drafts": args.drafts}
     for name, given in {tables.ALONE: options, tables.DRAFTS: drafting}.items():
         own = {"additional_config": {"kv_retrieval": given}}
@@ -210,6 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=1 if quick else 3, help="of each measurement")
     add("--home", choices=("device", "disk"), default="device", help="where the KV cache is")
     add("--home-path", metavar="DIRECTORY", help="where the file of a home on disk is")
+    add("--cold", action="store_true", help="before each step drop the file from the page cache")
     add(
         "--memory", type=int, metavar="BYTES", help="fast memory; by default room for all documents"
     )
@@ -219,10 +222,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store."""
+    if args.cold and args.home != "disk":
+        raise SystemExit("--cold needs --home disk: a cache in memory has no file")
     status, watch, prompts = Status(), Stopwatch(), Prompts(args.model)
     settings = {
         name: getattr(args, name)
-        for name in ("method", "budget", "tokens", "drafts", "repeats", "home", "memory")
+        for name in ("method", "budget", "tokens", "drafts", "repeats", "home", "cold", "memory")
     }
     store = result_header("benchmarks.serving") | {
         "settings": settings | {"model": args.model.name},
@@ -239,6 +244,11 @@ def run(args: argparse.Namespace) -> int:
         for lane in lanes:
             status.set(f"warm-up, {lane.name}")
             lane.answer(prompts.of("copy", 2, 1024), 24, 0.0)
+        for engine in {id(lane.engine): lane.engine for lane in lanes}.values():
+            if args.cold:
+                engine.resume()
+                engine.collective_rpc("start_steps", True)
+                engine.pause()
         for context in sorted(args.contexts):
             args.context = context
             for kind in args.kinds:

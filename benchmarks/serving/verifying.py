@@ -51,7 +51,8 @@ def measure(
         for most in counts if turn % 2 == 0 else reversed(counts):
             asked = {"kv_retrieval": options | {"drafts": most}}
             # As many steps for each number of drafts.
-            answer = engine.answer([prompt], args.tokens * (most + 1), asked, args.temperature)
+            prompts, tokens = [prompt] * args.batch, args.tokens * (most + 1)
+            answer = engine.answer(prompts, tokens, asked, args.temperature)
             seconds[most].append(answer.seconds / answer.steps)
             yielded[most] = answer.counted / answer.steps
     ratios = [
@@ -72,14 +73,14 @@ def spec(args: argparse.Namespace) -> EngineSpec:
     """The engine."""
     config = AutoConfig.from_pretrained(args.model)
     longest = max(args.contexts) + args.tokens * (args.drafts + 1) + BLOCK
-    tokens = 2 * sum(args.contexts) + longest
+    tokens = 2 * sum(args.contexts) + args.batch * longest
     return EngineSpec(
         "drafts",
         {
             "model": str(args.model),
             "hf_overrides": yarn_overrides(config, longest),
             "max_model_len": longest,
-            "max_num_seqs": 1,
+            "max_num_seqs": args.batch,
             "kv_cache_memory_bytes": tokens * kv_bytes_per_token(config),
             "attention_backend": args.method.upper(),
             "quantization": args.quantization,
@@ -97,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", default="kvretrieval", help="attention backend")
     add("--budget", type=int, default=1024, help="tokens attended to")
     add_tokens(parser, "--contexts", [2048, 8192], "tokens of the prompts")
+    add("--batch", type=int, default=1, help="requests at once, with the same prompt")
     add("--tokens", type=int, default=24, help="steps of an answer")
     add("--drafts", type=int, default=5, help="draft tokens at a step, at most")
     add("--repeats", type=int, default=5, help="of each measurement")
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     status, watch = Status(), Stopwatch()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sentence = tokenizer.encode(SENTENCE, add_special_tokens=False)
-    names = ("method", "budget", "tokens", "drafts", "repeats", "temperature")
+    names = ("method", "budget", "batch", "tokens", "drafts", "repeats", "temperature")
     settings = {name: getattr(args, name) for name in names} | {"model": args.model.name}
     store = result_header("benchmarks.serving") | {"settings": settings, "cells": []}
     status.set("starting the engine")

@@ -22,6 +22,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions
 
 MOST = 4
+ALONE = VERIFY.among(1)
 
 
 def specified(tokens: list[int]) -> tuple[int, int]:
@@ -70,8 +71,8 @@ def test_drafts_are_as_long_as_pays():
         assert 0 < likely <= 1
         assert plan.rate == pytest.approx(max(rates))
         assert rates[plan.tokens] == pytest.approx(max(rates))
-    assert Pace().plan(-1, 8, VERIFY) == pace.NOTHING
-    assert Pace().plan(MODEL, 0, VERIFY) == pace.NOTHING
+    assert Pace().plan(-1, 8, ALONE) == pace.NOTHING
+    assert Pace().plan(MODEL, 0, ALONE) == pace.NOTHING
 
 
 def step_costs(own: bool = True, slow: bool = False, **options: Any) -> CpuStepCosts:
@@ -84,17 +85,21 @@ def step_costs(own: bool = True, slow: bool = False, **options: Any) -> CpuStepC
 def test_a_draft_costs_more_in_a_larger_batch_and_over_a_longer_context():
     costs = step_costs()
     few, part = Reading(1, True), Reading(1024, False)
-    assert costs.verifying([few]) == [pytest.approx(VERIFY, rel=0.01)]
+    assert costs.verifying([few])[0].among(1) == pytest.approx(ALONE, rel=0.01)
     of_batches = [costs.verifying([few] * n)[0] for n in (1, 2, 4, 16)]
-    assert [cost.token for cost in of_batches] == sorted(cost.token for cost in of_batches)
+    for cost_of in (lambda cost: cost.token, lambda cost: cost.among(1).once):
+        assert [*map(cost_of, of_batches)] == sorted(map(cost_of, of_batches))
     assert of_batches[-1].token < 1
+    assert [cost.among(n).once for cost, n in zip(of_batches, (1, 2, 4, 16), strict=True)] == [
+        pytest.approx(ALONE.once, rel=0.4)
+    ] * 4, "it is the step's, however many share it"
     for own, most in ((True, OWN), (False, VLLMS)):
         costs = step_costs(own)
         assert costs.verifying([part]) == step_costs().verifying([part])
         verified = [costs.verifying([Reading(n, True)])[0] for n in (10**3, 10**5, 10**9)]
-        for n, bound in enumerate(most):
-            found = [cost[n] for cost in verified]
-            assert found == sorted(found, reverse=bound < VERIFY[n])
+        for n, bound in enumerate(most.among(1)):
+            found = [cost.among(1)[n] for cost in verified]
+            assert found == sorted(found, reverse=bound < ALONE[n])
             assert found[-1] == pytest.approx(bound, rel=0.01)
 
 
@@ -108,7 +113,7 @@ def test_a_step_over_the_budget_is_cheap_where_contexts_are_long_or_far():
 
 
 def test_drafts_stop_where_they_are_wrong_and_are_tried_again():
-    own, cost, kind, steps = Pace(), VERIFY, Pace.kind(6), 2000
+    own, cost, kind, steps = Pace(), ALONE, Pace.kind(6), 2000
     taken = 0.0
     for _ in range(steps):
         count = own.plan(kind, MOST, cost).tokens or int(own.probe(kind, MOST, cost))
@@ -126,8 +131,10 @@ def test_drafts_stop_where_they_are_wrong_and_are_tried_again():
 def test_what_could_never_pay_is_not_tried():
     for cost, tried in ((Cost(0.5, 0.2), True), (Cost(0.5, GOOD), False)):
         own = Pace()
+        for _ in range(8):
+            own.note(MODEL, MOST, 0)
         assert any(own.probe(MODEL, MOST, cost) for _ in range(500)) == tried
-    assert not Pace().probe(-1, MOST, VERIFY)
+    assert not Pace().probe(-1, MOST, ALONE)
 
 
 def configured(backend: str = "kvretrieval", model: dict[str, Any] | None = None, **options: Any):
@@ -157,14 +164,14 @@ def retrieving(**options: Any):
 class FakeCosts:
     """A step over whole contexts takes a time, whatever they are, and drafts little of it."""
 
-    def __init__(self, step: float = 1.0) -> None:
-        self._step = step
+    def __init__(self, step: float = 1.0, verify: Cost = VERIFY) -> None:
+        self._step, self._verify = step, verify
 
     def drafting(self, lengths: Sequence[int], budget: int) -> float:
         return self._step
 
     def verifying(self, readings: Sequence[Reading]) -> Sequence[Cost]:
-        return [VERIFY] * len(readings)
+        return [self._verify] * len(readings)
 
 
 class Steps:
@@ -232,6 +239,19 @@ def test_requests_are_drafted_for_by_themselves():
     steps.step({}, ended=("b", "c"))
     assert not steps.drafter._paces
     assert not steps.drafter._drafted
+
+
+@pytest.mark.parametrize(
+    ("copying", "drafted"), [("abcd", "abcd"), ("abc", "abc"), ("ab", ""), ("", "")]
+)
+def test_drafts_of_a_step_share_its_cost(copying, drafted):
+    """Three pay together where two do not."""
+    steps = Steps(retrieving(drafts=MOST))
+    steps.drafter.attach(steps.notes, lambda: steps.batch, FakeCosts(1.0, Cost(0, 0.1, 6.0)), None)
+    for name in "abcd":
+        steps.add(name, [*range(10, 40), *range(10, 30)])
+    steps.step({name: [30 if name in copying else 900] for name in "abcd"})
+    assert {name for name in "abcd" if steps.drafts[name]} == {*drafted}
 
 
 @pytest.mark.parametrize(("extra", "most"), [({}, MOST), ({"drafts": 2}, 2), ({"drafts": 0}, 0)])

@@ -27,14 +27,20 @@ class Cost(NamedTuple):
     Attributes:
         once: Of any draft, however long.
         token: Of each of its tokens.
+        shared: Of a step that verifies any drafts, of however many requests.
     """
 
     once: float
     token: float
+    shared: float = 0.0
+
+    def among(self, drafts: int) -> "Cost":
+        """The same for one of so many drafts of a step, which bear what is shared."""
+        return Cost(self.once + self.shared / max(drafts, 1), self.token)
 
 
-VERIFY = Cost(0.15, 0.03)
-"""The time of a draft of a single request, as a share of a step beside its reads of contexts
+VERIFY = Cost(0.0, 0.03, shared=0.15)
+"""The time of drafts, as a share of a step beside its reads of contexts
 (``python -m benchmarks.serving verifying``): a step of several rows multiplies matrices, attends
 and samples by other functions, while each row adds little to what is read."""
 
@@ -95,7 +101,7 @@ class Pace:
         Args:
             kind, most, cost: See :meth:`plan`.
         """
-        if kind < 0 or not best(GOOD, most, cost).tokens:
+        if kind < 0 or self.plan(kind, most, cost).tokens or not best(GOOD, most, cost).tokens:
             return False
         self._waited[kind] += TRIES
         if self._waited[kind] < cost.once + cost.token:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_kvretrieval.drafting.lookup import find
-from vllm_kvretrieval.drafting.pace import MODEL, Cost, Pace, Plan
+from vllm_kvretrieval.drafting.lookup import Match, find
+from vllm_kvretrieval.drafting.pace import MODEL, Cost, Pace
 from vllm_kvretrieval.engine.running import Note, read_options
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions, RequestReader
@@ -84,6 +84,77 @@ class ModelDrafts(Protocol):
 class _Draft(NamedTuple):
     kind: int
     tokens: int
+
+
+class _Way(NamedTuple):
+    """A way to draft for a request.
+
+    Attributes:
+        kind: The kind of draft, as :class:`Pace` counts it; -1: there is nothing to draft.
+        most: Its most tokens.
+        step: The time of the step of the model that drafts each of them.
+    """
+
+    kind: int
+    most: int
+    step: float
+
+
+class _Request(NamedTuple):
+    """A request for which tokens may be drafted.
+
+    Attributes:
+        request: Its id.
+        place: Its place in the batch.
+        context: int32 [length]; its tokens.
+        match: Where its last tokens stood before.
+        pace: What its drafts have come to.
+        cost: The time to verify a draft.
+        ways: How they may be drafted.
+    """
+
+    request: str
+    place: int
+    context: np.ndarray
+    match: Match
+    pace: Pace
+    cost: Cost
+    ways: Sequence[_Way]
+
+    def choose(self, drafts: int) -> _Draft:
+        """What yields most, in a step with so many drafts."""
+        best, rate = _Draft(-1, 0), 0.0
+        for kind, most, cost in self._costs(drafts):
+            plan = self.pace.plan(kind, most, cost)
+            if plan.rate > rate:
+                best, rate = _Draft(kind, plan.tokens), plan.rate
+        return best
+
+    def probe(self, drafts: int) -> _Draft | None:
+        """A token of a kind that does not pay, if it is time to try one."""
+        for kind, most, cost in reversed(self._costs(drafts)):
+            if self.pace.probe(kind, most, cost):
+                return _Draft(kind, 1)
+        return None
+
+    def _costs(self, drafts: int) -> list[tuple[int, int, Cost]]:
+        """The kind, the most tokens and the time of a draft in each way."""
+        once, token, _ = self.cost.among(drafts)
+        return [(way.kind, way.most, Cost(once, token + way.step)) for way in self.ways]
+
+
+def _choose(requests: Sequence[_Request]) -> list[_Draft]:
+    """What to draft for the requests of a step.
+
+    Those with a draft bear what drafts of a step share: the fewer there are, the less they pay.
+    """
+    drafts, chosen = len(requests), list[_Draft]()
+    while True:
+        chosen = [each.choose(drafts) for each in requests]
+        if (drafting := sum(each.tokens > 0 for each in chosen)) == drafts:
+            break
+        drafts = drafting
+    return [each.probe(drafts) or draft for each, draft in zip(requests, chosen, strict=True)]
 
 
 class Drafter:
@@ -169,34 +240,33 @@ class Drafter:
                 self._note_verified(request, len(sampled) - 1)
         lengths = {place: int(num_tokens_no_spec[place]) for place in asked}
         readings = [self._reading(lengths[place], options) for place, options in asked.items()]
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        rows = list[Row]()
+        requests = list[_Request]()
         costs = self._costs.verifying(readings)
         for (place, options), cost in zip(asked.items(), costs, strict=True):
-            request, length = batch[place], lengths[place]
-            most = min(options.drafts, self._longest - length - 1)
-            if most <= 0:
+            length, pace = lengths[place], self._paces[batch[place]]
+            if (most := min(options.drafts, self._longest - length - 1)) <= 0:
                 continue
-            pace, context = self._paces[request], token_ids_cpu[place, :length]
+            context = token_ids_cpu[place, :length]
             match = find(context)
-            kind, there = pace.kind(match.length), min(most, length - match.end)
-            plan = pace.plan(kind, there, cost)
+            ways = [_Way(pace.kind(match.length), min(most, length - match.end), 0.0)]
             if options.lossless and self._model is not None:
                 room = min(most, self._model.room(place) - length + 1)
                 step = self._costs.drafting([*lengths.values()], self._budget(options))
-                dearer = cost._replace(token=cost.token + step)
-                own = pace.plan(MODEL, room, dearer)
-                if own.tokens == 0 and pace.probe(MODEL, room, dearer):
-                    own = Plan(1, plan.rate + 1)
-                if own.rate > plan.rate:
-                    rows.append(Row(request, place, length, int(context[-1]), own.tokens))
-                    continue
-            count = plan.tokens
-            if count == 0 and pace.probe(kind, there, cost):
-                count = 1
-            if count:
-                drafts[place] = context[match.end : match.end + count].tolist()
-                self._drafted[request] = _Draft(kind, count)
+                ways.append(_Way(MODEL, room, step))
+            requests.append(_Request(batch[place], place, context, match, pace, cost, ways))
+        return self._draft(requests, len(sampled_token_ids))
+
+    def _draft(self, requests: Sequence["_Request"], places: int) -> list[list[int]]:
+        """The draft tokens by place in the batch."""
+        drafts: list[list[int]] = [[] for _ in range(places)]
+        rows = list[Row]()
+        for each, (kind, count) in zip(requests, _choose(requests), strict=True):
+            if kind == MODEL:
+                last = int(each.context[-1])
+                rows.append(Row(each.request, each.place, len(each.context), last, count))
+            elif count:
+                drafts[each.place] = each.context[each.match.end :][:count].tolist()
+                self._drafted[each.request] = _Draft(kind, count)
         if rows:
             assert self._model is not None
             for row, drafted in zip(rows, self._model.draft(rows), strict=True):

@@ -55,8 +55,8 @@ class CpuStepCosts:
         """The time of a request's draft, by what it reads and what a step takes per request."""
         weights, context = self._always / step, reading.tokens * self._token / step
         by = self._whole if reading.whole else OWN
-        once, token = (VERIFY[n] * weights + by[n] * context for n in range(2))
-        return Cost(once, token)
+        token = VERIFY.token * weights + by.token * context
+        return Cost(by.once * context, token, VERIFY.shared * weights)
 
 
 def _weights(model: Any, parallel: Any) -> int:
