@@ -37,10 +37,11 @@ INSTALLED := $(VENV)/.installed-$(DIGEST)
 # For tests alone: serving on a CPU is quieter without.
 INTERPRETER_LOCK := requirements/interpreter.txt
 INTERPRETER := $(VENV)/.interpreter-$(shell sha256sum < $(INTERPRETER_LOCK) | cut -c1-12)
+TORCHVISION := build/torchvision/.installed
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel wheels check-wheels docs lint-workflows notebook model test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows notebook model torchvision test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -151,6 +152,13 @@ notebook: $(NOTEBOOK)/.installed $(BUILT)
 model: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py $(if $(filter command,$(origin NAME)),$(NAME),smollm2)
 
+# For slow tests, which read text alone: a folder of its own, since its operators do not load.
+torchvision: $(TORCHVISION)
+
+$(TORCHVISION): requirements/torchvision.txt | $(INSTALLED)
+	@$(BIN)/python -m pip install -q --no-deps --upgrade $(PIP_FLAGS) --target $(@D) -r $<
+	@touch $@
+
 # What tests need that are not slow.
 test-models: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3
@@ -188,7 +196,7 @@ test-next: build test-models $(INTERPRETER)
 
 # And the combinations that it leaves out, some minutes more.
 test-all: test
-	@$(MAKE) models
+	@$(MAKE) models torchvision
 	$(BIN)/python -m pytest -m "slow and not cores" -n auto --dist loadfile
 	$(BIN)/python -m pytest -m "slow and cores" $(WITH_CORES)
 

@@ -25,9 +25,19 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1] / "requirements"
 LOCKS = ("runtime", "build", "dev", "interpreter")  # each may rely on those before it
 # Of environments of their own.
-ALONE = ("cuda-0.32", "cuda-0.33", "wheels", "docs", "workflows", "notebook", "peers", "load")
+ALONE = (
+    "cuda-0.32",
+    "cuda-0.33",
+    "wheels",
+    "docs",
+    "workflows",
+    "notebook",
+    "peers",
+    "load",
+    "torchvision",
+)
 # Those of them that find what runtime.txt pins beside them, and only bring what that lacks.
-BESIDE = {"load"}
+BESIDE = {"load", "torchvision"}
 # Left out where others ask for them. The first three break `import transformers` on a CPU machine,
 # since the index has builds for CUDA alone; docs/installation.md says for which models torchvision
 # is needed, and where its CPU build is. Of Triton only the GPU's kernels make use.

@@ -5,12 +5,11 @@ in memory, in blocks of their own. Small models with random weights, in float32.
 """
 
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests.support import mixed_models
+from tests.support import mixed_models, torchvision
 from tests.support.device_models import ROTATED_IN_TORCH
 from tests.support.engine import (
     Request,
@@ -89,9 +88,8 @@ def ask(llm, options=None):
 
 def marks(name):
     """Of the tests of a family."""
-    lacks = name == "qwen3_5" and find_spec("torchvision") is None
-    missing = pytest.mark.skipif(lacks, reason="vLLM loads Qwen3.5 with torchvision only")
-    return [pytest.mark.slow, missing]
+    lacks = name == "qwen3_5" and not torchvision.is_there()
+    return [pytest.mark.slow, pytest.mark.skipif(lacks, reason=torchvision.MISSING)]
 
 
 QUICK = ["gemma4_shared", "lfm2"]

@@ -25,7 +25,7 @@ from transformers import (
     Zamba2ForCausalLM,
 )
 
-from tests.support import device_models
+from tests.support import device_models, torchvision
 from tests.support.device_models import SHAPE, sharpened
 
 FOUR = SHAPE | {"num_key_value_heads": 4, "eos_token_id": 511}
@@ -190,7 +190,8 @@ def qwen3_next() -> Any:
 
 
 def qwen3_5() -> Any:
-    """Qwen3.5: every second layer is a gated delta net."""
+    """Qwen3.5: every second layer is a gated delta net. vLLM loads it with torchvision only."""
+    torchvision.permit()
     config = Qwen3_5TextConfig(
         num_hidden_layers=4,
         layer_types=[LINEAR, FULL] * 2,

@@ -1,0 +1,35 @@
+"""torchvision as far as text needs it, which vLLM's code for Qwen3.5 imports.
+
+The package that ``make test-all`` takes is built for CUDA, so its operators do not load beside
+torch's CPU build, and its import fails where it says how they behave on tensors without data. Here
+it finds their declarations; a call of one of them is an error.
+"""
+
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from benchmarks.common import ROOT
+
+FOLDER = ROOT / "build" / "torchvision"
+OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+MISSING = "vLLM loads Qwen3.5 with torchvision only: make torchvision"
+_declared: list[torch.library.Library] = []
+
+
+def is_there() -> bool:
+    """Whether a package can be imported, with operators or without."""
+    return find_spec("torchvision") is not None or (FOLDER / "torchvision").is_dir()
+
+
+def permit() -> None:
+    """Let this process import torchvision."""
+    if find_spec("torchvision") is None:
+        sys.path.append(str(FOLDER))
+        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for operator in OPERATORS:
+            _declared[-1].define(operator)
