@@ -27,9 +27,15 @@ def is_there() -> bool:
 
 
 def permit() -> None:
-    """Let this process import torchvision."""
+    """Let this process import torchvision, and those that it has forked (``workers.py``)."""
     if find_spec("torchvision") is None:
         sys.path.append(str(FOLDER))
+    declare()
+
+
+def declare() -> None:
+    """Declare the operators of the package without, where it is on the path."""
+    if str(FOLDER) in sys.path and not _declared:
         _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
         for operator in OPERATORS:
-            _declared[-1].define(operator)
+            _declared[0].define(operator)

@@ -8,6 +8,7 @@ forked from the tests' own process, whose threads would be missing.
 import gc
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import device_server
+from tests.support import device_server, torchvision
 
 PRELOADED = [
     "vllm.v1.worker.cpu_worker",
@@ -52,17 +53,19 @@ def take_cores() -> None:
 
 
 class _Process(ForkServerProcess):
-    """Has the environment of the process that asks for it, not of the server."""
+    """Has the environment and the path of the process that asks for it, not of the server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._environment = dict(os.environ)
+        self._environment, self._path = dict(os.environ), [*sys.path]
 
     def run(self) -> None:
         """The target, in that environment."""
         freeze()
         os.environ.clear()
         os.environ.update(self._environment)
+        sys.path[:] = self._path
+        torchvision.declare()
         take_cores()
         torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
         # What this process starts is forked by the same server, to which it has the address.
