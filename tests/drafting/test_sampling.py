@@ -234,6 +234,31 @@ def test_a_seed_repeats_an_answer(llm, own_drafts):
     assert draw(llm, asked, {}, [HOT], turns=3) == first
 
 
+def test_an_answer_may_end_behind_its_drafts(llm, own_drafts):
+    """As soon as it has ``min_tokens`` with them, and not before."""
+
+    def answer(**others: Any) -> list[int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, **others
+        )
+        (got,) = llm.generate([TokensPrompt(prompt_token_ids=asked)], params, use_tqdm=False)
+        return list(got.outputs[0].token_ids)
+
+    asked, ended = prompt(SHORT), 0
+    follow(llm, [], 0.0)
+    text = answer()
+    for place in (n for n in range(2, 14) if text[n] not in text[:n]):
+        stops = {"stop_token_ids": [text[place]]}
+        follow(llm, [[*asked, *text]], 1.0)
+        assert answer(min_tokens=place, **stops) == text[: place + 1]
+        ended += 1
+        follow(llm, [], 0.0)
+        longer = answer(min_tokens=place + 1, **stops)
+        follow(llm, [[*asked, *text]], 1.0)
+        assert answer(min_tokens=place + 1, **stops) == longer
+    assert ended > DRAFTS
+
+
 def test_steps_without_drafts_verify_nothing(llm, own_drafts):
     """They are sampled as in an engine that never drafts, which takes less time."""
 

@@ -29,21 +29,27 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": True,
 }
 PROGRAM = """
-import json, os, sys
+import json, os, socket, sys
 import psutil, torch
 from vllm import LLM, SamplingParams
 
 forks = []
 os.register_at_fork(after_in_parent=lambda: forks.append(True))
 torch.ones(1 << 24).exp()  # threads, which a child would lack
+server = socket.create_server(("127.0.0.1", 0))
+later = socket.socket()
+later.bind(("127.0.0.1", 0))  # as vLLM's server does before its engine starts
+ports = {each.getsockname()[1] for each in (server, later)}
 options, prompt, tokens = json.loads(sys.argv[1])
 llm = LLM(**options)
 sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 (answer,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
 (engine,) = psutil.Process().children(recursive=True)
 threads = [sorted(os.sched_getaffinity(thread.id)) for thread in engine.threads()]
-found = [list(answer.outputs[0].token_ids), len(forks), sorted(os.sched_getaffinity(0)), threads]
-print(json.dumps(found))
+later.listen()
+held = sorted(ports & {each.laddr.port for each in engine.net_connections("tcp")})
+own = sorted(os.sched_getaffinity(0))
+print(json.dumps([list(answer.outputs[0].token_ids), len(forks), own, threads, held]))
 """
 
 
@@ -106,7 +112,8 @@ def test_other_engines_are_as_vllm_has_them(configured, settings, options, execu
 @pytest.mark.model
 @pytest.mark.engine
 def test_a_forked_engine_has_its_cores_and_answers(model):
-    """Its first process has a thread on each core, and has computed."""
+    """Its first process has a thread on each core, and has computed. Nothing is left of where that
+    one takes connections."""
     tokens = prompt(PROMPT, 1)
     settings = {name: v for name, v in os.environ.items() if not name.startswith("VLLM_")}
     given = json.dumps([OPTIONS | {"model": model}, tokens, TOKENS])
@@ -120,14 +127,39 @@ def test_a_forked_engine_has_its_cores_and_answers(model):
         timeout=120,
     )
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("[["))
-    answer, forks, own, threads = json.loads(said)
+    answer, forks, own, threads, held = json.loads(said)
     cores = cores_of(os.getpid())
     assert forks == 1
+    assert held == []
     assert {*own} >= {*cores}, "the front end is not kept on one core"
     assert all([core] in threads for core in cores)
     with engine(**OPTIONS | {"model": model}) as llm:
         (spawned,) = drive(llm, [Request(tokens, TOKENS)])
     assert answer == spawned.tokens
+
+
+RELEASED = """
+import os
+from vllm_kvretrieval.engine.cpu import processes
+
+processes._release_first_core(processes.places())
+print(*sorted(os.sched_getaffinity(0)))
+"""
+
+
+def test_a_program_on_fewer_cores_stays_there():
+    """Its parent, this process, may run on all."""
+    first = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "-c", str(first), sys.executable, "-c", RELEASED],
+        env=dict(os.environ) | {"GOMP_CPU_AFFINITY": str(first)},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1] == str(first)
 
 
 def test_threads_that_are_not_bound_have_no_places():

@@ -114,6 +114,10 @@ FACTS = {
         {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
         "rotations {.*}, not {.*500000",
     ),
+    "overrides": (
+        {"hf_overrides": {"rms_norm_eps": 0.5}},
+        'overrides None, not {"rms_norm_eps": 0.5}',
+    ),
 }
 
 
@@ -177,10 +181,66 @@ def test_a_damaged_one(configure, write, said, text):
     assert_says(said, "certificate=.*write it anew by vllm-kvretrieval certify MODEL")
 
 
-def test_one_that_is_not_whole(configure, write, said):
-    write(quality=[{"tokens": 2048}])
+def with_figures(**others):
+    """Fields of a certificate, of whose figures some are others."""
+    return {
+        "quality": [vars(QUALITY) | {k: v for k, v in others.items() if k in vars(QUALITY)}],
+        "steps": [vars(STEPS) | {k: v for k, v in others.items() if k in vars(STEPS)}],
+    }
+
+
+PARTS = {
+    "a figure missing": ({"quality": [{"tokens": 2048}]}, "is not whole"),
+    "text for a number": (with_figures(perplexity="5.0"), "is not whole"),
+    "null for a number": (with_figures(missed=None), "is not whole"),
+    "null for a time": (with_figures(ratio=None), "is not whole"),
+    "switch for a number": (with_figures(keys=True), "is not whole"),
+    "no length": ({"longest": math.inf}, "is not whole"),
+    "no perplexity": (with_figures(whole=0, perplexity=0), "perplexity 0.000 is more than"),
+    "shorter figures": (with_figures(tokens=1024), "were not measured at 2,048 tokens"),
+    "no method": ({"method": "gone"}, "is of gone, which is no method; measure anew by"),
+    "vLLM's method": ({"method": "flash_attn"}, "is of flash_attn, which is no method"),
+    "itself": ({"method": "certified"}, "is of certified, which is no method"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), PARTS.values(), ids=PARTS.keys())
+def test_one_that_is_not_whole(configure, write, said, fields, message):
+    write(**fields)
     assert selected_method(configure()) == "full"
-    assert_says(said, "is not whole; write it anew by")
+    assert_says(said, message)
+
+
+def test_a_name_that_is_too_long_for_a_file(configure, model, tmp_path, said, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    path_for(tmp_path / "cache", "model").parent.mkdir(parents=True)
+    long = model.rename(tmp_path / ("m" * 252))
+    config = EngineArgs(str(long), attention_backend="certified", skip_tokenizer_init=True)
+    assert selected_method(config.create_engine_config()) == "full"
+    assert_says(said, "File name too long")
+
+
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+UNCOVERED = {
+    "adapters": ({"enable_lora": True}, "no certificate covers LoRA adapters"),
+    "drafts": ({"speculative_config": DRAFTING}, "no certificate covers drafts"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), UNCOVERED.values(), ids=UNCOVERED.keys())
+def test_what_no_certificate_covers(configure, write, said, options, message):
+    write()
+    assert selected_method(configure(**options)) == "full"
+    assert_says(said, message)
+
+
+def test_weights_of_which_there_are_no_files(configure, write, model, said):
+    """A certificate of the user is of weights that have been seen."""
+    (model / "model.safetensors").rename(model / "model.other")
+    facts = json.loads(write().read_text())["facts"]
+    write(facts=facts | {"weights": None})
+    assert selected_method(configure()) == "full"
+    assert_says(said, "no files with the weights of this model are found")
 
 
 def test_one_of_options_that_there_are_no_more(configure, write, said):
@@ -196,6 +256,26 @@ def test_options_of_the_certificate_are_not_the_users(configure, write):
         ValueError, match=r"kv_retrieval\.budget cannot be set with --attention-backend certified"
     ):
         configure(additional_config={"kv_retrieval": {"budget": 1024}})
+
+
+def test_open_options_are_the_users(configure, write):
+    """Whatever the engine had that was measured."""
+    write(options=OPTIONS | {"client_options": ["budget", "exact"], "reuse": "all"})
+    own = {"client_options": ["exact"], "reuse": "exact"}
+    assert options_of(configure(additional_config={"kv_retrieval": own})) == OPTIONS | own
+
+
+@pytest.mark.parametrize("name", ["drafts", "lossless"])
+def test_drafts_are_not_for_certify(configure, write, name):
+    write()
+    with pytest.raises(ValueError, match=f"{name} cannot be .* a method; no certificate covers"):
+        configure(additional_config={"kv_retrieval": {name: 1}})
+
+
+def test_options_that_are_no_mapping(configure, write):
+    write()
+    with pytest.raises(ValueError, match=r"kv_retrieval must be a mapping of options, got \[1\]"):
+        configure(additional_config={"kv_retrieval": [1]})
 
 
 @pytest.mark.parametrize("options", [{"allow_exact": True}, {"reuse": "all"}, {"sources": True}])

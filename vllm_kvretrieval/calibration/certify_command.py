@@ -2,15 +2,19 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.command_inputs import read_text, versions, write
+from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.certificates import (
     DIVERGENCE,
+    DRAFTS,
     FORMAT,
     PERPLEXITY,
     STEP,
@@ -55,6 +59,7 @@ def certify(given: argparse.Namespace) -> int:
     """Measure, write, and show; returns 0 if the model passes.
 
     Raises:
+        OSError: The text cannot be read, or the certificate could not be written.
         RetrievalConfigError: Options of the engine are wrong.
         ValueError: The text is too short, or contexts are.
     """
@@ -62,14 +67,14 @@ def certify(given: argparse.Namespace) -> int:
 
     text = own_text() if given.text is None else read_text(given.text)
     check_model(given.model)
-    llm = _engine(given.model, given.engine)
-    try:
-        result = _measure(llm, text, "" if given.text is None else given.text.name)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
     path = path_for(Path(envs.VLLM_CACHE_ROOT), given.model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, result, ())
+    with _written_at_once(path) as new:
+        llm = _engine(given.model, given.engine)
+        try:
+            result = _measure(llm, text, "" if given.text is None else given.text.name)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+        write(new, result, ())
     certificate = read_certificate(path)
     failed = certificate.failures()
     print(f"{certificate.model}: {certificate.summary()}.")
@@ -83,6 +88,28 @@ def certify(given: argparse.Namespace) -> int:
     )
     print(f"certificate: {path}")
     return int(bool(failed))
+
+
+@contextmanager
+def _written_at_once(path: Path) -> Iterator[Path]:
+    """A file that takes the place of ``path`` in the end; of starts and other runs meanwhile each
+    finds a whole one.
+
+    Raises:
+        OSError: There can be no such file, as is found out before anything takes time.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=".")
+        (new := Path(beside.name) / path.name).touch()
+    except OSError as error:
+        raise OSError(
+            f"the certificate could not be written ({error}); name another directory of caches by "
+            "VLLM_CACHE_ROOT"
+        ) from None
+    with beside:
+        yield new
+        new.replace(path)
 
 
 def own_text() -> str:
@@ -111,6 +138,7 @@ def _engine(model: str, options: Sequence[str]) -> "LLM":
     from vllm_kvretrieval.upstream.defaults import all_cores
 
     parsed = EngineArgs.from_cli_args(serve_arguments([model, *options]))
+    _check_covered(parsed)
     named = parsed.attention_backend
     backend = named if isinstance(named, str | None) else named.name
     if backend is None or backend.lower() == "auto":
@@ -125,6 +153,27 @@ def _engine(model: str, options: Sequence[str]) -> "LLM":
     for name, value in all_cores(parsed.tensor_parallel_size).items():
         os.environ.setdefault(name, value)
     return LLM.from_engine_args(parsed)
+
+
+def _check_covered(parsed: "EngineArgs") -> None:
+    """Refuse what no certificate covers.
+
+    Raises:
+        ValueError: Names it.
+    """
+    from vllm.platforms import current_platform
+
+    given = (parsed.additional_config or {}).get(CONFIG_KEY)
+    options = given if isinstance(given, Mapping) else {}
+    uncovered = {
+        "GPUs": not current_platform.is_cpu(),
+        "LoRA adapters: leave --enable-lora out": parsed.enable_lora,
+        "drafts: leave --speculative-config out": parsed.speculative_config is not None,
+    }
+    uncovered |= {f"drafts: leave --kv-retrieval.{name} out": options.get(name) for name in DRAFTS}
+    for what, present in uncovered.items():
+        if present:
+            raise ValueError(f"no certificate covers {what}")
 
 
 def _fit(parsed: "EngineArgs") -> None:
@@ -153,7 +202,8 @@ def _measure(llm: "LLM", text: str, source: str) -> dict[str, Any]:
     lengths = lengths_of(longest, config.budget)
     tokenizer: Any = llm.get_tokenizer()
     words = TokenText(tokenizer, text.split("\n\n"))
-    answers = [asdict(quality(llm, words, tokens)) for tokens in lengths]
+    sparse = config.prefill_budget is not None
+    answers = [asdict(quality(llm, words, tokens, anew=sparse)) for tokens in lengths]
     return {
         "format": FORMAT,
         "model": name_of(model.model),

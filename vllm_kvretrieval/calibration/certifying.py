@@ -48,22 +48,25 @@ def lengths_of(longest: int, budget: int) -> list[int]:
     return found
 
 
-def quality(llm: "LLM", text: TokenText, tokens: int) -> Quality:
+def quality(llm: "LLM", text: TokenText, tokens: int, anew: bool = False) -> Quality:
     """Ask for pass keys, and force a text, in contexts of one length.
 
     Args:
         llm: The engine; requests may be exact.
         text: The text.
         tokens: Tokens of the contexts.
+        anew: Whether retrieval begins with prompts, so that they are read twice; else requests
+            share those that full attention has read.
 
     Raises:
         ValueError: The text is too short.
     """
-    whole, other = _both(llm, passkey_in_text(text, tokens, KEYS), f"pass keys, {tokens:,} tokens")
+    keys = passkey_in_text(text, tokens, KEYS)
+    whole, other = _both(llm, keys, anew, f"pass keys, {tokens:,} tokens")
     missed = [a and not b for a, b in zip(whole, other, strict=True)]
     parts = continued(text, tokens - FORCED, FORCED, TEXTS)
     samples = [Sample(prompt, forced) for prompt, forced in parts]
-    exact, retrieved = _scored(llm, samples, f"text, {tokens:,} tokens")
+    exact, retrieved = _scored(llm, samples, anew, f"text, {tokens:,} tokens")
     scores = forced_scores(exact, retrieved)
     return Quality(
         tokens=tokens,
@@ -103,12 +106,14 @@ def steps(llm: "LLM", text: TokenText, longest: int) -> list[Steps]:
     return found
 
 
-def _both(llm: "LLM", samples: Sequence[Sample], label: str) -> tuple[list[bool], list[bool]]:
+def _both(
+    llm: "LLM", samples: Sequence[Sample], anew: bool, label: str
+) -> tuple[list[bool], list[bool]]:
     """Which answers are found with full attention, and by retrieval."""
     tokenizer: Any = llm.get_tokenizer()
     found: tuple[list[bool], list[bool]] = [], []
     for sample in samples:  # one after the other: the cache need not hold several prompts
-        asked = [Questions([sample], EXACT), Questions([sample], {})]
+        asked = [Questions([sample], EXACT), Questions([sample], {}, anew)]
         for known, question in zip(found, asked, strict=True):
             ((answer,),) = run_together(llm, [question], label)
             said = tokenizer.decode(answer.tokens[len(sample.forced) :])
@@ -116,11 +121,14 @@ def _both(llm: "LLM", samples: Sequence[Sample], label: str) -> tuple[list[bool]
     return found
 
 
-def _scored(llm: "LLM", samples: Sequence[Sample], label: str) -> tuple[list[Scored], list[Scored]]:
+def _scored(
+    llm: "LLM", samples: Sequence[Sample], anew: bool, label: str
+) -> tuple[list[Scored], list[Scored]]:
     """The distributions over forced tokens with full attention, and by retrieval."""
     found = []
-    for options in (EXACT, {}):  # together: a step reads the weights once for all of them
-        (answers,) = run_together(llm, [Questions(samples, options)], label)
+    # Together: a step reads the weights once for all of them.
+    for asked in (Questions(samples, EXACT), Questions(samples, {}, anew)):
+        (answers,) = run_together(llm, [asked], label)
         found.append([answer.scored for answer in answers if answer.scored is not None])
     return found[0], found[1]
 

@@ -15,13 +15,14 @@ from vllm_kvretrieval.options.source import add_options, options_of
 from vllm_kvretrieval.options.table import CONFIG_KEY
 from vllm_kvretrieval.retrieval.certificates import (
     CERTIFY,
+    DRAFTS,
     KIND,
     Certificate,
     path_for,
     read_certificate,
     shipped_for,
 )
-from vllm_kvretrieval.retrieval.presets import CERTIFIED, EXACT
+from vllm_kvretrieval.retrieval.presets import CERTIFIED, EXACT, preset_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,11 +56,14 @@ def resolve(platform: type["RetrievalPlatform"], vllm_config: "VllmConfig") -> N
     if not is_named(vllm_config):
         return
     given = options_of(vllm_config)
-    if decided := sorted(set(given) - OPEN) if isinstance(given, Mapping) else []:
+    if not isinstance(given, Mapping):
+        RetrievalConfig.from_options(EXACT, given)  # refuses it
+    if decided := sorted(set(given) - OPEN):
+        covered = f", and certify it: {CERTIFY} -- --kv-retrieval.{decided[0]} VALUE"
         raise RetrievalConfigError(
             f"{CONFIG_KEY}.{decided[0]} cannot be set with --attention-backend {CERTIFIED}, whose "
-            f"certificate decides it. Leave it out, or name a method, and certify it: {CERTIFY} -- "
-            f"--{CONFIG_KEY.replace('_', '-')}.{decided[0]} VALUE."
+            f"certificate decides it. Leave it out, or name a method"
+            f"{'; no certificate covers drafts' if decided[0] in DRAFTS else covered}."
         )
     model = vllm_config.model_config.model
     try:
@@ -78,7 +82,7 @@ def resolve(platform: type["RetrievalPlatform"], vllm_config: "VllmConfig") -> N
                 certificate.longest,
             )
             return
-    except RetrievalConfigError as error:
+    except (RetrievalConfigError, OSError) as error:  # of files, such as the certificate's
         why = str(error)
     _serve_by(vllm_config, EXACT, given)
     logger.warning("%s: %s is served with full attention: %s.", CERTIFIED, model, why.rstrip("."))
@@ -88,6 +92,7 @@ def _find(vllm_config: "VllmConfig") -> Certificate | None:
     """The user's certificate of the model, or else this package's.
 
     Raises:
+        OSError: The system does not say whether there is one of the user's.
         RetrievalConfigError: The user's cannot be read.
     """
     from vllm import envs
@@ -111,6 +116,12 @@ def _why_not(
     KIND.check_model(certificate, model.model, model.hf_text_config)
     if failed := certificate.failures():
         return f"by {path} of {certificate.date} retrieval does not pass: {'; '.join(failed)}"
+    if certificate.method not in preset_names():
+        return f"{path} is of {certificate.method}, which is no method; measure anew by `{CERTIFY}`"
+    if vllm_config.lora_config is not None:
+        return "no certificate covers LoRA adapters; leave --enable-lora out"
+    if vllm_config.speculative_config is not None:
+        return "no certificate covers drafts; leave --speculative-config out"
     if model.max_model_len > certificate.longest:
         return (
             f"{path} is of contexts of up to {certificate.longest} tokens, and --max-model-len is "
@@ -118,7 +129,7 @@ def _why_not(
             f"`{CERTIFY} -- --max-model-len {model.max_model_len}`"
         )
     given = options_of(vllm_config)
-    _serve_by(vllm_config, certificate.method, {**given, **certificate.options})
+    _serve_by(vllm_config, certificate.method, {**certificate.options, **given})
     finer = platform.finer_options(vllm_config, certificate.method)
     options = {**options_of(vllm_config), **finer}
     config = RetrievalConfig.from_options(certificate.method, options)

@@ -40,6 +40,7 @@ def facts_of(vllm_config: "VllmConfig", config: RetrievalConfig) -> dict[str, An
         "quantization": model.quantization,
         "cache": str(cache.cache_dtype),
         "rotations": _rotations(model.hf_text_config),
+        "overrides": _json(model.hf_overrides) if model.hf_overrides else None,
         "ranks": vllm_config.parallel_config.world_size,
         "kernels": f"{cpu.isa()} ({layout})",
         "pages": f"{config.page_size} tokens, {kept}, remainder {config.own.remainder:g}",
@@ -84,4 +85,8 @@ def _folder(model: str, revision: str | None) -> Path:
 
 def _rotations(config: Any) -> str:
     """The parameters of rotary embeddings, those of ``--hf-overrides`` included."""
-    return json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str)
+    return _json(getattr(config, "rope_parameters", None))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -16,7 +16,9 @@ import ctypes
 import functools
 import gc
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,9 +94,8 @@ def started_on_cores(vllm_config: VllmConfig) -> Iterator[None]:
     cores = manager.cpu_lists[0] if manager.cpu_lists and not manager.use_iomp else []
     forked = bool(cores) and places() == cores and torch.get_num_threads() == len(cores)
     if forked:
-        _fork_without_threads()
         _release_first_core(cores)
-    way = set_env_var(METHOD, "fork") if forked else contextlib.nullcontext()
+    way = _forking() if forked else contextlib.nullcontext()
     with manager.configure_omp_envs(rank=0, local_rank=0), way:
         yield
 
@@ -121,16 +122,78 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Let vLLM fork its engine; other forks of the program are as ever."""
+    _know_forks()
+    with set_env_var(METHOD, "fork"):
+        _forks.append(True)
+        try:
+            yield
+        finally:
+            _forks.clear()
+
+
+_forks = list[bool]()
+"""Not empty: a fork is that of an engine."""
+
+
 @functools.cache
-def _fork_without_threads() -> None:
-    """End OpenMP's threads before a fork: a child would wait for them, and does not have them."""
-    if (openmp := _openmp()) is not None:
-        os.register_at_fork(before=lambda: openmp.omp_pause_resource_all(PAUSE_HARD))
+def _know_forks() -> None:
+    """Let an engine have nothing of the process before that it would wait for, or hold."""
+    os.register_at_fork(before=_end_threads, after_in_child=_stop_listening)
+
+
+def _end_threads() -> None:
+    """End OpenMP's threads: an engine would wait for them, and does not have them."""
+    if _forks and (openmp := _openmp()) is not None:
+        openmp.omp_pause_resource_all(PAUSE_HARD)
+
+
+def _stop_listening() -> None:
+    """Close the sockets at which the process before takes connections.
+
+    An engine that holds them takes connections that nobody answers, when the process before has
+    ended, or only waits for its last answers. Their descriptors stay in use: Python's own sockets
+    close them later.
+    """
+    if not _forks:
+        return
+    _forks.clear()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if _listens(descriptor):
+            os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+def _listens(descriptor: int) -> bool:
+    """Whether connections are, or will be, taken by what a descriptor stands for."""
+    try:
+        found = socket.socket(fileno=descriptor)
+    except OSError:  # it is no socket
+        return False
+    bound = False
+    try:
+        name = found.getsockname()
+        bound = bool(name[1] if isinstance(name, tuple) else name)
+        found.getpeername()
+    except OSError:  # it is not connected
+        return bound and found.type == socket.SOCK_STREAM
+    finally:
+        found.detach()
+    return False
 
 
 def _release_first_core(cores: list[int]) -> None:
-    """Let this process, whose first thread OpenMP has bound when it was loaded, run where its
-    parent may, or at least on all of these cores."""
-    parent = os.getppid()
+    """Let this process, whose first thread OpenMP has bound when it was loaded, run where it could
+    before, or at least on all of these cores.
+
+    It could where its parent may, unless there were fewer cores (taskset) when it was loaded.
+    """
+    openmp, parent = _openmp(), os.getppid()
+    assert openmp is not None, "it has bound this process"
     allowed = os.sched_getaffinity(parent) if parent else set[int]()
+    if len(allowed) != openmp.omp_get_num_procs():
+        allowed = set()
     os.sched_setaffinity(0, allowed | {*cores})

@@ -6,9 +6,9 @@ holds figures; whether they pass the gates is decided when it is read.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_kvretrieval.retrieval.model_files import Kind, ModelFile, name_of, shape_of
 
@@ -25,6 +25,9 @@ DIVERGENCE = 0.01
 """... the largest mean KL to full attention, in nats a token, ..."""
 STEP = 1.03
 """... and the longest step, in steps with full attention; times of shared cores differ by 3 %."""
+
+DRAFTS = ("drafts", "lossless")
+"""Options that no certificate covers: a step with drafts selects once for several tokens."""
 
 WEIGHTS = "weights"
 """The fact that certificates of this package do not have: they are for a name and a shape."""
@@ -59,7 +62,7 @@ class Quality:
             )
         if self.missed:
             found.append(f"{self.missed} of {self.found} pass keys are missed {at}")
-        if not self.perplexity <= PERPLEXITY * self.whole:
+        if not 0 < self.perplexity <= PERPLEXITY * self.whole:
             found.append(
                 f"perplexity {self.perplexity:.3f} is more than {100 * (PERPLEXITY - 1):g} % above "
                 f"{self.whole:.3f} {at}"
@@ -115,8 +118,9 @@ class Certificate(ModelFile):
 
     def failures(self) -> list[str]:
         """Gates that the figures do not pass, in words."""
-        if not self.quality or not self.steps:
-            return ["answers, or times, were not measured"]
+        for measured in (self.quality, self.steps):
+            if max((figures.tokens for figures in measured), default=0) < self.longest:
+                return [f"answers, or times, were not measured at {self.longest:,} tokens"]
         answers = [why for figures in self.quality for why in figures.failures()]
         return [*answers, *(why for figures in self.steps for why in figures.failures())]
 
@@ -126,11 +130,15 @@ class Certificate(ModelFile):
         Args:
             facts: Those of the engine.
         """
-        shipped = self.path.parent == SHIPPED
+        told = dict(facts)
+        if self.path.parent == SHIPPED:
+            del told[WEIGHTS]
+        elif told[WEIGHTS] is None:
+            return ["no files with the weights of this model are found"]
         return [
             f"{name} {self.facts.get(name)}, not {value}"
-            for name, value in facts.items()
-            if self.facts.get(name) != value and not (shipped and name == WEIGHTS)
+            for name, value in told.items()
+            if self.facts.get(name) != value
         ]
 
     def summary(self) -> str:
@@ -169,14 +177,29 @@ def read_certificate(path: Path) -> Certificate:
             path,
             method=str(data["method"]),
             options=dict(data["options"]),
-            longest=int(data["longest"]),
+            longest=_number(data["longest"], int),
             facts=dict(data["facts"]),
-            quality=tuple(Quality(**each) for each in data["quality"]),
-            steps=tuple(Steps(**each) for each in data["steps"]),
+            quality=tuple(_figures(Quality, each) for each in data["quality"]),
+            steps=tuple(_figures(Steps, each) for each in data["steps"]),
             date=str(data["date"]),
         )
     except (KeyError, TypeError, ValueError):
         raise KIND.refuse(path, "is not whole") from None
+
+
+Figures = TypeVar("Figures", Quality, Steps)
+
+
+def _figures(kind: type[Figures], given: Mapping[str, Any]) -> Figures:
+    """Figures of one length. Raises `TypeError` if some are missing, or are no numbers."""
+    return kind(**{each.name: _number(given[each.name], each.type) for each in fields(kind)})
+
+
+def _number(value: Any, kind: Any) -> Any:
+    """A whole number, or any number. Raises `TypeError` for something else, such as true."""
+    if type(value) is not int and type(value) is not kind:
+        raise TypeError(f"{value!r} is of another type")
+    return value
 
 
 @functools.cache
