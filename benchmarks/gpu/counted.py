@@ -185,7 +185,14 @@ def _attached(
     cache = torch.empty(size, dtype=DTYPE, device=NOWHERE)
     room = Capacity(config, [shape.kv_heads], context)
     requests: Any = SimpleNamespace(
-        capacity=batch, room=room, counts_of=lambda name: None, drafts=0
+        capacity=batch,
+        room=room,
+        counts_of=lambda name: None,
+        heads_of=lambda name: slice(None),
+        number_of=lambda name: 0,
+        drafts=0,
+        kept=None,
+        ends=None,
     )
     kept = layers.RetrievalLayers(kernels, config, requests, context, NOWHERE)
     builder: Any = SimpleNamespace(
