@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
+from tests.device.test_device_drafts import SEED, opened
 from tests.device.test_device_engine import (
     BLOCK,
     CHUNK,
@@ -179,3 +180,20 @@ def test_lists_are_those_of_the_specification(served):
     late, early = served.launched_late()
     assert early > 3
     assert late == []
+
+
+def test_drafts_change_nothing(model, served):
+    """Which tokens are kept does not follow from queries that decode, so answers are those without
+    drafts, whether these are right or wrong."""
+    asked = [Request(REQUESTS[name].prompt, 12, by(name)) for name in ("snapkv", "entropykv")]
+    expected = [served.drive([request])[0] for request in asked]
+    texts = [r.prompt + answer.tokens for r, answer in zip(asked, expected, strict=True)]
+    options = OURS["additional_config"]["kv_retrieval"]
+    with opened(model, "device", options, attention_backend="snapkv") as drafting:
+        for right in (0.0, 0.7):
+            drafting.follow(texts, right, SEED)
+            answers = drafting.drive(asked)
+            for answer, wanted in zip(answers, expected, strict=True):
+                assert_same(answer, wanted, TOLERANCE)
+            steps = max(len({*answer.steps}) for answer in answers)
+            assert (steps < 10) == (right > 0)

@@ -341,9 +341,8 @@ def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed
     tables = torch.randperm(rows * pages).view(rows, pages).int()
     new = [torch.full((count + 1,), row) for row, count in enumerate(drafted.tolist())]
     prompts, written = torch.zeros(rows, dtype=torch.int32), torch.full((4, rows), 99)
-    in_rows = DeviceRows(
-        seat, prompts, starts, ends.int(), torch.cat(new), tables, *written.int(), drafts=drafts
-    )
+    in_rows = DeviceRows(seat, prompts, starts, ends.int(), torch.cat(new), tables, *written.int())
+    in_rows = replace(in_rows, drafts=drafts)
     selection = Selection.empty(
         seats=seats, kv_heads=kv_heads, group=1, head_size=16, most_selected=most,
         dtype=torch.bfloat16,
