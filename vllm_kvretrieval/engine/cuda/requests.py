@@ -41,7 +41,8 @@ some 16 us on an H100. A guess."""
 def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
     """Tokens below which a context is attended to in full, since that takes no longer.
 
-    All rows of a step together may read as much beyond their budgets as selection is worth.
+    All rows of a step together may read as much beyond their budgets as selection is worth; nothing
+    where tokens are kept of prompts, which have been selected.
 
     Args:
         config: Options of the engine.
@@ -50,6 +51,8 @@ def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
     """
     if config.exact_below is not None:
         return config.exact_below
+    if any(method.observes for method in config.methods.values()):
+        return 0
     return config.budget + SPARE_BYTES // (token_bytes * max(rows, 1))
 
 
@@ -300,10 +303,9 @@ class RunningRequests:
     def least(self) -> int:
         """Tokens of the shortest contexts that are selected from in this step.
 
-        Those in host memory are, all of them, since attention in full reads them too slowly; and
-        those of which tokens are kept, since these have been selected.
+        Those in host memory are, all of them, since attention in full reads them too slowly.
         """
-        if self._far or self.kept is not None:
+        if self._far:
             return 0
         return exact_below(self.config, self._token_bytes, int(self.batch.decodes.sum()))
 
