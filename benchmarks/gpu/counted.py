@@ -23,6 +23,7 @@ from vllm_kvretrieval.engine.cuda import layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.presets import preset_names
@@ -184,8 +185,17 @@ def _attached(
     size = pages, shape.kv_heads, config.page_size, 2 * shape.head_size
     cache = torch.empty(size, dtype=DTYPE, device=NOWHERE)
     room = Capacity(config, [shape.kv_heads], context)
+    selected = torch.zeros(batch, shape.kv_heads, dtype=torch.int32)
+    prompts = kept_prompts(config, LocalHeads([slice(0, shape.kv_heads)]), selected, room)
     requests: Any = SimpleNamespace(
-        capacity=batch, room=room, counts_of=lambda name: None, drafts=0
+        capacity=batch,
+        room=room,
+        counts_of=lambda name: None if prompts is None else selected,
+        heads_of=lambda name: slice(None),
+        number_of=lambda name: 0,
+        drafts=0,
+        kept=prompts,
+        ends=None if prompts is None else torch.zeros(batch, dtype=torch.int32),
     )
     kept = layers.RetrievalLayers(kernels, config, requests, context, NOWHERE)
     builder: Any = SimpleNamespace(

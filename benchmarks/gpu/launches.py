@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -80,6 +81,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         name = "tokens of all heads" if shared else "tokens"
         yield f"pool {name}", partial(step.pool_tokens, shared=shared)
         yield f"rank {name}", step.filter_tokens if shared else step.plan_tokens
+    yield "list_kept", Step(Exact(), COMMON).list_kept
     yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
@@ -110,6 +112,7 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"write_kv {MinMax().name} {kept}", step.write
     yield f"plan_decode {MinMax().name} {kept}", step.select
     yield f"index {Mean().name} {kept}", Step(Mean(), COMMON, kv_heads=1).build
+    yield f"list_kept {ONE_HEAD}", Step(Exact(), COMMON, kv_heads=1).list_kept
     for name, ahead in (("resolve", False), ("resolve_ahead", True)):
         yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
 
@@ -274,6 +277,14 @@ class Step:
         """Its last launch."""
         given = self._query, _rows(), _requests(), 0, (), self._store, 1.0
         kernels.filter_tokens(*given, self.plan(CONTEXTS[1]))
+
+    def list_kept(self) -> None:
+        """Tokens that are kept of prompts."""
+        held = self.chooser.selection
+        counts = torch.empty(1, self._store.kv_heads, dtype=torch.int32)
+        held = replace(held, counts=counts, ends=torch.empty(1, dtype=torch.int32))
+        plan = self.plan(1)
+        kernels.list_kept(_rows(CONTEXTS[1]), _requests(), (0,), (1,), held, PAGE, plan)
 
     def cut(self) -> None:
         """What a mass needs of a selection."""

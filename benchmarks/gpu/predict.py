@@ -83,6 +83,7 @@ FIXED = {
     "_build_kernel": 2.5,
     "_build_bits_kernel": 2.5,
     "_cut_kernel": 3.0,
+    "_list_kept_kernel": 3.0,
     "_resolve_kernel": 12.0,
 }
 """us of launches that move little. Guesses."""
@@ -198,6 +199,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return sizes.entries * values["ENTRY"] * 4 * (group + 1)
         case "_rank_kernel":
             return READS_OF_RANK * 4 * sizes.tokens
+        case "_list_kept_kernel":
+            return 12 * sizes.listed
         case "_sparse_decode_kernel":
             parts = 2 * math.prod(launch.grid) * group * 4 * (shape.head_size + 1)
             keys = sizes.listed * 2 * shape.head_size * DTYPE.itemsize

@@ -74,7 +74,8 @@ def test_what_gpus_refuse_is_not_predicted():
     assert not served & {
         ("oracle", "host"),
         ("fier", "host"),
-        ("snapkv", "device"),
+        ("snapkv", "host"),
+        ("h2o", "device"),
         ("ttkv", "host"),
     }
 
@@ -86,6 +87,14 @@ def test_layers_that_follow_a_filter_select_nothing():
     launches = counted.decode_step(config, batch=1, context=131072, units=132)
     ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
     assert ours == ["_write_kernel", "_sparse_decode_kernel"]
+
+
+def test_kept_tokens_are_listed_and_nothing_is_scored():
+    config = counted.served("snapkv", "device")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
+    assert ours == ["_write_kernel", "_list_kept_kernel", "_sparse_decode_kernel"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -62,7 +62,10 @@ def bench(**extra: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",
-    ["freekv", "quest", "kvretrieval", "arkvale", "infllm", "twilight", "streamingllm", "oracle"],
+    [
+        *("freekv", "quest", "kvretrieval", "arkvale", "infllm", "twilight", "streamingllm"),
+        *("oracle", "fier", "snapkv", "entropykv"),
+    ],
 )
 def test_methods_that_are_served(configure, method):  # noqa: F811
     config = configure(LLAMA | {"num_hidden_layers": 3}, attention_backend=method)
@@ -84,7 +87,36 @@ def test_other_methods_beside_them(configure):  # noqa: F811
 
 
 METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a need": ("snapkv", {}, f"{LACKS} snapkv drops tokens; {INSTEAD}"),
+    "a need": (
+        "h2o",
+        {},
+        f"{LACKS} h2o drops a token at each step (schedule running or sliding); set schedule=once, "
+        f"or {INSTEAD}",
+    ),
+    "a schedule": (
+        "snapkv",
+        {"schedule": "sliding"},
+        f"{LACKS} snapkv drops a token at each step (schedule running or sliding); set "
+        f"schedule=once, or {INSTEAD}",
+    ),
+    "kept tokens in host memory": (
+        "snapkv",
+        {"home": "host"},
+        "kv_retrieval.home=host keeps whole pages on the GPU, and snapkv selects single tokens",
+    ),
+    "kept tokens beside pages": (
+        "snapkv",
+        {"also": ["freekv"]},
+        "a GPU does not serve snapkv and freekv together yet: pages, single tokens, tokens that "
+        "filters select, and tokens that are kept of prompts go apart. Leave one out",
+    ),
+    "kept tokens beside tokens": ("fier", {"also": ["entropykv"]}, "fier and entropykv together"),
+    "kept tokens and whole contexts": (
+        "streamingllm",
+        {"exact_below": 999, "also": ["snapkv"]},
+        "kv_retrieval.exact_below=999 cannot be used with snapkv on a GPU, whose steps attend to "
+        "kept tokens whatever the length; leave one out.",
+    ),
     "an index": ("freekv", {"index": "landmark"}, "freekv is not served on a GPU yet, where index"),
 }
 

@@ -12,7 +12,7 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 def test_warm_up_has_rows_of_every_kind(units, kv_heads, most, page_size):
     """Programs and parts per row, which kernels are compiled for, of all numbers of rows."""
     shape = {"kv_heads": kv_heads, "group": 4, "head_size": 64, "entries": 100}
-    shape |= {"queries": 1, "width": 64}
+    shape |= {"queries": 1, "width": 64, "usual": 64}
     size = {"rows": most, "units": units, "page_size": page_size}
     workspace = Workspace(positions=False, ahead=True, device="meta", **size, **shape)
 

@@ -55,6 +55,11 @@ def test_tokens(head_size, filters, counted):
     device_checks.token_steps("cuda", filters=filters, counted=counted, **shape)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_kept_tokens(drafts):
+    device_checks.kept_lists("cuda", kv_heads=4, page=32, drafts=drafts)
+
+
 @pytest.mark.parametrize(("head_size", "rank"), [(64, 0), (128, 0), (96, 7), (128, 16)])
 def test_decode_steps_of_low_rank(head_size, rank):
     methods = [(LowRank(rank), 32, Pooling.MEAN_SOFTMAX), (MinMax(), 32, Pooling.MAX)]

@@ -18,7 +18,7 @@ from tests.support.engine import Request, assert_same, drive, engine, likely, pr
 from vllm_kvretrieval.engine.cpu.refusals import check_logits
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import cpu
-from vllm_kvretrieval.methods import dropping
+from vllm_kvretrieval.methods import watching
 
 pytestmark = pytest.mark.engine
 
@@ -141,7 +141,7 @@ def test_observed_prompts(llm):
     """Tokens are rated by the attention that the model has."""
 
     def watch(worker):
-        names = vars(dropping)
+        names = vars(watching)
         worker.rules, observe = [], names["observe"]
 
         def noting(*args, softcap, sinks):

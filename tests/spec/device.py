@@ -195,7 +195,7 @@ def plan_tokens(
     for number, chooser in choosers.items():
         own = (rows.choosers == number).nonzero()[:, 0]
         if chooser.store.index is None:
-            _list_pages(own, rows, requests, store, plan)
+            _list_pages(own, rows, requests, store.page_size, store.kv_heads, plan)
             continue
         step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
         if len(own):
@@ -227,7 +227,7 @@ def filter_tokens(
     plan.lengths[: len(rows) * store.kv_heads] = -1
     for other in others:
         own = (rows.choosers == other).nonzero()[:, 0]
-        _list_pages(own, rows, requests, store, plan)
+        _list_pages(own, rows, requests, store.page_size, store.kv_heads, plan)
     own = (rows.choosers == number).nonzero()[:, 0]
     step = _step(own, rows, requests, store.page_size, store.kv_heads, per_token=True)
     chosen = torch.zeros(len(requests.table), store.pages * store.page_size, dtype=torch.int32)
@@ -239,15 +239,45 @@ def filter_tokens(
     _take_lists(own, rows, step, store, plan)
 
 
+def list_kept(
+    rows: DeviceRows,
+    requests: DeviceRequests,
+    numbers: Collection[int],
+    others: Collection[int],
+    selection: Selection,
+    page_size: int,
+    plan: DevicePlan,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.list_kept`."""
+    assert selection.counts is not None
+    assert selection.ends is not None
+    kv_heads = selection.chosen.shape[1]
+    plan.lengths[: len(rows) * kv_heads] = -1
+    for other in others:
+        own = (rows.choosers == other).nonzero()[:, 0]
+        _list_pages(own, rows, requests, page_size, kv_heads, plan)
+    for number in numbers:
+        for row in (rows.choosers == number).nonzero()[:, 0].tolist():
+            seat = int(rows.seats[row])
+            after = torch.arange(int(selection.ends[seat]), int(rows.seq_lens[row]))
+            for head in range(kv_heads):
+                kept = selection.chosen[seat, head, : int(selection.counts[seat, head])]
+                tokens = torch.cat([kept.long(), after])
+                pair = row * kv_heads + head
+                plan.lengths[pair] = len(tokens)
+                listed = _numbers(tokens, row, head, rows, page_size, kv_heads)
+                plan.lists[pair, : len(tokens)] = listed
+
+
 def _list_pages(
     own: torch.Tensor,
     rows: DeviceRows,
     requests: DeviceRequests,
-    store: IndexRecords,
+    size: int,
+    kv_heads: int,
     plan: DevicePlan,
 ) -> None:
     """The tokens of the first and of the last pages, for methods that select nothing."""
-    size, kv_heads = store.page_size, store.kv_heads
     for row in own.tolist():
         options, length = requests.table[rows.seats[row]], int(rows.certain[row])
         first = torch.arange(int(options[Column.SINK]) * size)
@@ -256,28 +286,28 @@ def _list_pages(
         for head in range(kv_heads):
             pair = row * kv_heads + head
             plan.lengths[pair] = len(tokens)
-            plan.lists[pair, : len(tokens)] = _numbers(tokens, row, head, rows, store)
+            listed = _numbers(tokens, row, head, rows, size, kv_heads)
+            plan.lists[pair, : len(tokens)] = listed
 
 
 def _numbers(
-    tokens: torch.Tensor, row: int, head: int, rows: DeviceRows, store: IndexRecords
+    tokens: torch.Tensor, row: int, head: int, rows: DeviceRows, size: int, kv_heads: int
 ) -> torch.Tensor:
     """The numbers of the tokens at some positions of a row's context, for a KV head."""
-    size = store.page_size
-    return (rows.block_table[row, tokens // size] * store.kv_heads + head) * size + tokens % size
+    return (rows.block_table[row, tokens // size] * kv_heads + head) * size + tokens % size
 
 
 def _take_lists(
     own: torch.Tensor, rows: DeviceRows, step: DecodeRows, store: IndexRecords, plan: DevicePlan
 ) -> None:
     """Lists of tokens into the plan of all rows; drafts end them."""
-    kv_heads = store.kv_heads
+    size, kv_heads = store.page_size, store.kv_heads
     for i, row in enumerate(own.tolist()):
         drafts = torch.arange(int(rows.certain[row]), int(rows.seq_lens[row]))
         for head in range(kv_heads):
             pair, found = row * kv_heads + head, i * kv_heads + head
             listed = step.lists[found, : int(step.lengths[found])]
-            listed = torch.cat([listed, _numbers(drafts, row, head, rows, store)])
+            listed = torch.cat([listed, _numbers(drafts, row, head, rows, size, kv_heads)])
             plan.lengths[pair] = len(listed)
             plan.lists[pair, : len(listed)] = listed
 

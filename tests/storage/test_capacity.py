@@ -249,7 +249,7 @@ def test_slots_for_what_entropy_gives_a_layer(tmp_path):
     settle, most = engine.worker.requests.kept.settle, []
 
     def one_layer_looks_everywhere(seat, method):
-        engine.worker.requests.kept.watched(seat, method).entropies[:] = torch.tensor([9, 0, 0, 0])
+        engine.worker.requests.kept.watched(seat).entropies[:] = torch.tensor([9, 0, 0, 0])
         settle(seat, method)
         most.append(int(engine.worker.requests.selected[seat].max()))
 

@@ -317,6 +317,72 @@ def long_contexts(
         assert torch.equal(layer.selection.chosen.cpu(), chosen)
 
 
+def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed=0):
+    """What is kept of the prompts of a step's rows, and all after it.
+
+    The rows: of two methods that keep tokens, some heads none or as many as there is room for, the
+    first one's answer long; of a method that selects nothing, of one of pages, exact, and padding.
+    """
+    torch.manual_seed(seed)
+    rows, seats = 7, 9
+    kept, none, others = (0, 2), 1, 3
+    lengths = torch.tensor([11 * page - 3, 12 * page - 5, *[10 * page + 5] * 5])
+    drafted = torch.tensor([drafts, drafts - 1, *[1, 2, drafts, 0, 0]]) * min(drafts, 1)
+    ends, starts = lengths + drafted, torch.zeros(rows + 1, dtype=torch.int32)
+    starts[1:] = (drafted + 1).cumsum(0)
+    seat = torch.randperm(seats)[:rows].int()
+    seat[6] = -1
+    table = torch.zeros(seats, 8, dtype=torch.int32)
+    table[:, : Column.SELECT + 1] = torch.tensor([0, 0, 5])
+    for row, method in enumerate((*kept, kept[0], none, others)):
+        table[seat[row].long(), Column.CHOOSER] = method
+    table[seat[3].long(), : Column.SELECT + 1] = torch.tensor([1, 2, 0])
+    table[seat[5].long(), Column.EXACT] = 1
+    tables = torch.randperm(rows * pages).view(rows, pages).int()
+    new = [torch.full((count + 1,), row) for row, count in enumerate(drafted.tolist())]
+    prompts, written = torch.zeros(rows, dtype=torch.int32), torch.full((4, rows), 99)
+    in_rows = DeviceRows(seat, prompts, starts, ends.int(), torch.cat(new), tables, *written.int())
+    in_rows = replace(in_rows, drafts=drafts)
+    selection = Selection.empty(
+        seats=seats, kv_heads=kv_heads, group=1, head_size=16, most_selected=most,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    selection.ends = torch.randint(most, 9 * page, (seats,)).int()
+    selection.ends[seat[0].long()] = most
+    selection.ends[seat[1].long()] = lengths[1] - 1
+    for of_seat, end in enumerate(selection.ends.tolist()):
+        for head in range(kv_heads):
+            kept_of_head = torch.randperm(end)[:most].sort().values
+            selection.chosen[of_seat, head] = kept_of_head
+    counts = torch.randint(0, most, (seats, kv_heads + 2)).int()  # of other layers, too
+    counts[seat[1].long(), 1], counts[seat[1].long(), kv_heads] = 0, most
+    plans = []
+    for ops, where in ((reference, "cpu"), (kernels, device)):
+        requests = DeviceRequests.empty(seats, where)
+        requests.table.copy_(table)
+        moved = moved_rows(in_rows, operator.methodcaller("to", where))
+        held = replace(
+            selection, chosen=selection.chosen.to(where), ends=selection.ends.to(where),
+            counts=counts.to(where)[:, 1:-1],
+        )  # fmt: skip
+        plan = DevicePlan.empty(
+            rows=rows, kv_heads=kv_heads, group=1, entries=1, width=pages * page, programs=3,
+            device=where,
+        )  # fmt: skip
+        ops.prepare_rows(moved, requests, page)
+        tiles = {} if ops is reference else {"tile_tokens": 32}
+        ops.list_kept(moved, requests, kept, (none,), held, page, plan, **tiles)
+        plans.append(plan)
+    ours, theirs = (plan.lengths.view(rows, kv_heads).cpu() for plan in plans)
+    assert torch.equal(ours, theirs)
+    assert (ours[:4] > 0).all()
+    assert (ours[4:] == -1).all()
+    assert (ours[1, [0, -1]] - drafted[1]).tolist() == [1, most + 1]
+    for pair, length in enumerate(plans[0].lengths.tolist()):
+        a, b = (plan.lists[pair, : max(length, 0)].cpu() for plan in plans)
+        assert torch.equal(a, b), (pair, (a != b).sum())
+
+
 def token_steps(
     device,
     *,

@@ -268,6 +268,22 @@ def selections():
     return selections()
 
 
+def kept():
+    """Positions of the tokens kept of the prompt of the last request, which was alone: by layer and
+    KV head."""
+    runner = _runner()
+    states = runner.req_states
+    seat = next(iter(states.req_id_to_index.values()), states.free_indices[-1])
+    held = [impl.choosers[0].selection for impl in runner.retrieval_layers.impls.values()]
+    return [
+        [
+            of.chosen[seat, head, :count].tolist()
+            for head, count in enumerate(of.counts[seat].tolist())
+        ]
+        for of in held
+    ]
+
+
 def launched_late():
     """See ``tests.support.device_launches.late``."""
     return device_launches.late()

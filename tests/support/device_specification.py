@@ -21,11 +21,12 @@ class Checked:
 
     Attributes:
         selections: How many there have been, of rows of all layers.
+        lists: How many rows' lists of kept tokens there have been, likewise.
         errors: Mean squares of those of scores, by records of the kernels and of the specification.
     """
 
     def __init__(self):
-        self.selections, self.errors = 0, []
+        self.selections, self.lists, self.errors = 0, 0, []
 
     def __getattr__(self, name):
         return getattr(kernels, name)
@@ -47,6 +48,17 @@ class Checked:
                 assert torch.equal(*chosen)
                 self.selections += 1
         assert torch.equal(requests.corrected, expected_requests.corrected)
+
+    def list_kept(self, rows, requests, numbers, others, selection, page_size, plan):
+        given, expected = (rows, requests, numbers, others, selection, page_size), deepcopy(plan)
+        kernels.list_kept(*given, plan)
+        reference.list_kept(*given, expected)
+        lengths = plan.lengths[: len(rows) * selection.chosen.shape[1]]
+        assert torch.equal(lengths, expected.lengths[: len(lengths)])
+        for pair, length in enumerate(lengths.tolist()):
+            listed = max(length, 0)
+            assert torch.equal(plan.lists[pair, :listed], expected.lists[pair, :listed])
+        self.lists += int((lengths >= 0).sum())
 
     def select_ahead(self, rows, requests, number, chooser, room):
         expected = deepcopy(chooser)
@@ -93,6 +105,11 @@ def install():
 def selections():
     """How many were checked."""
     return _checked.selections
+
+
+def lists():
+    """How many lists of kept tokens were checked."""
+    return _checked.lists
 
 
 def seen():

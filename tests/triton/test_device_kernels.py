@@ -157,6 +157,11 @@ def test_tokens(interpreted, case):
     interpreted(device_checks.token_steps, **case)
 
 
+@pytest.mark.parametrize("case", [{}, {"drafts": 3, "seed": 1}, {"kv_heads": 3, "most": 64}])
+def test_kept_tokens(interpreted, case):
+    interpreted(device_checks.kept_lists, **case)
+
+
 @pytest.mark.parametrize(("head_size", "entry", "rank"), [(64, 32, 0), (96, 16, 7)])
 def test_low_rank_records(interpreted, head_size, entry, rank):
     interpreted(device_checks.low_rank_records, head_size=head_size, entry=entry, rank=rank)

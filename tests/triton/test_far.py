@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.methods import DeviceFacts
 from vllm_kvretrieval.methods.scored import DeviceScored
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
@@ -135,7 +136,9 @@ class Layers:
                 self.ops.sparse_decode(query, units, lists, lengths, SCALE, output, lse, workspace)
             else:
                 far = self.far[number]
-                methods = [DeviceScored([METHOD], [chooser])]
+                methods = [
+                    DeviceScored([METHOD], [chooser], DeviceFacts(0, True, None, chooser.scale))
+                ]
                 far.attend_to_selection(
                     query, key, value, rows, self.requests, methods, self.plan, self.room,
                     workspace, lse, SCALE, output,

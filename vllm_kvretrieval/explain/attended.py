@@ -114,7 +114,7 @@ def _kept(
     assert prompts is not None
     prompts.admit(0, 0, tokens, config.page_budget(), exact=False)
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
-    prompts.watched(0, 0).entropies.copy_(entropies)
+    prompts.watched(0).entropies.copy_(entropies)
     prompts.settle(0, 0)
     if prompts.methods[0].drops:
         prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))

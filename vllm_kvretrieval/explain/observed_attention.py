@@ -112,4 +112,4 @@ class PromptAttention:
                 entropies=True,
                 stamped=STAMPED if self._rule.rating == "stamp" else None,
             )
-            layer.entropy += entropy / (len(query) * (self._tokens - self._first))
+            layer.entropy += float(entropy) / (len(query) * (self._tokens - self._first))

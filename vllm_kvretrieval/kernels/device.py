@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 
 
 class Column(IntEnum):
@@ -366,6 +366,35 @@ class DeviceOps(Protocol):
             store: The index ``exact`` over the keys of the filter layer, with entries of a token.
             scale: Softmax scale of the layer.
             plan: A plan for tokens, written.
+
+        Raises:
+            ValueError: See :meth:`plan_decode`.
+        """
+        ...
+
+    def list_kept(
+        self,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        numbers: Collection[int],
+        others: Collection[int],
+        selection: Selection,
+        page_size: int,
+        plan: DevicePlan,
+    ) -> None:
+        """List the tokens that are kept of prompts, for each (row, KV head), and all after them.
+
+        Rows with other choosers, or none, get the length -1. Drafts end the lists. Bytes moved: 12
+        per listed token.
+
+        Args:
+            rows, requests: See :meth:`plan_decode`.
+            numbers: Choosers of the rows whose prompts' tokens are kept.
+            others: See :meth:`filter_tokens`.
+            selection: The layer's, with ``counts`` and ``ends``: the first ``counts`` tokens of
+                ``chosen`` are listed, and those from ``ends`` on.
+            page_size: Tokens per page.
+            plan: A plan for tokens, written; nothing is scored.
 
         Raises:
             ValueError: See :meth:`plan_decode`.

@@ -4,6 +4,8 @@ import torch
 
 SCRATCH = 1 << 20
 """The number of float32 scores that are held at once, unless one query of a group has more."""
+DEVICE_SCRATCH = 1 << 24
+"""The same on a device, where many small launches take longer than a few large ones."""
 SCORES = 3
 """The largest number of tensors of scores at a time."""
 
@@ -16,14 +18,15 @@ def observe(
     mass: torch.Tensor,
     entropies: bool = False,
     stamped: float | None = None,
+    scratch: int | None = None,
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-) -> float:
+) -> torch.Tensor:
     """Add up the softmax weights that queries give to the tokens of their context.
 
     Each query attends to the tokens before it and to its own. Queries are taken a few at a time, so
-    no matrix of all queries and tokens is made. Arithmetic is float32.
+    no matrix of all queries and tokens is made. Arithmetic is float32. Nothing waits for a device.
 
     Args:
         query: [n, kv_heads * group, head_size]; queries of adjacent tokens.
@@ -35,21 +38,22 @@ def observe(
         entropies: Whether to compute entropies, which takes a third more time.
         stamped: If given, ``mass`` becomes the position of the latest query by which some head
             gives a token more weight than this, in place of sums.
+        scratch: The number of scores that are held at once; None: ``SCRATCH``.
         softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
         sinks: float32 [kv_heads * group]; logits beside those of a head's tokens; None: there are
             none. They take a part of the weights.
 
     Returns:
-        The sum over heads and queries of the Shannon entropies of attention to tokens, in nats; 0
-        without ``entropies``.
+        float64 []; the sum over heads and queries of the Shannon entropies of attention to tokens,
+        in nats; 0 without ``entropies``.
     """
     kv_heads, _, head_size = keys.shape
     count, heads, _ = query.shape
     group = heads // kv_heads
     grouped = (query.float() * scale).view(count, kv_heads, group, head_size)
-    total, begin = 0.0, 0
+    total, begin = torch.zeros((), dtype=torch.float64, device=keys.device), 0
     while begin < count:
-        size = max(1, SCRATCH // (heads * (first + count)))
+        size = max(1, (scratch or SCRATCH) // (heads * (first + count)))
         end = min(begin + size, count)
         tokens = first + end
         block = grouped[begin:end].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
@@ -70,7 +74,7 @@ def observe(
         if entropies:
             whole = 1.0 if sinks is None else weights.sum(-1, dtype=torch.float64)
             products = torch.linalg.vecdot(weights, scores)
-            total += float((whole * lse.double() - products.double()).sum())
+            total += (whole * lse.double() - products.double()).sum()
         if stamped is None:
             received = weights.sum(1)
             mass[:, :tokens] += received if len(mass) == kv_heads else received.sum(0, keepdim=True)
@@ -100,13 +104,16 @@ def context_keys(cache: torch.Tensor, pages: torch.Tensor, tokens: int, head: in
     return keys[None, :tokens].float()
 
 
-def observing_bytes(tokens: int, group: int, head_size: int, dtype: torch.dtype) -> int:
+def observing_bytes(
+    tokens: int, group: int, head_size: int, dtype: torch.dtype, scratch: int | None = None
+) -> int:
     """Bytes that it takes to observe a context, one KV head at a time.
 
     Args:
         tokens: Tokens of the context.
         group: Query heads per KV head.
         head_size, dtype: Head size and dtype of the cache.
+        scratch: See :func:`observe`.
     """
     keys = tokens * head_size * (dtype.itemsize + torch.float32.itemsize)
-    return keys + SCORES * max(SCRATCH, tokens * group) * torch.float32.itemsize
+    return keys + SCORES * max(scratch or SCRATCH, tokens * group) * torch.float32.itemsize

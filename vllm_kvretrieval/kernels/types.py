@@ -105,6 +105,8 @@ class Selection:
         corrected: int32 [S, kv_heads]; nonzero: the KV head selected before attention in its last
             step, and need not select beside it: 1, since its query had turned; 2, since it selects
             all that lies between sink and window; 3, for both. Only the ops of a device have it.
+        ends: int32 [S]; tokens of the prompts, of which ``chosen`` has those that are kept. Only
+            the ops of a device have it; None: nothing is kept.
     """
 
     query: torch.Tensor
@@ -112,6 +114,7 @@ class Selection:
     counts: torch.Tensor | None = None
     memory: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     corrected: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
 
     @classmethod
     def empty(

@@ -7,6 +7,7 @@ layer. A new family is a file here and a line in :data:`registry.FILES`.
 
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceFacts,
     DeviceFilter,
     DeviceMethod,
     EngineFacts,
@@ -37,6 +38,7 @@ __all__ = [
     "ChunkPlanner",
     "Chunks",
     "DecodePlan",
+    "DeviceFacts",
     "DeviceFilter",
     "DeviceMethod",
     "EngineFacts",

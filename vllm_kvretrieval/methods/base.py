@@ -264,6 +264,25 @@ class LayerMethod(Protocol):
         ...
 
 
+class DeviceFacts(NamedTuple):
+    """A retrieval layer of a device.
+
+    Attributes:
+        number: The layer's place among the worker's retrieval layers.
+        is_last: Whether none of these comes after it.
+        kept: The prompts of requests whose methods drop tokens; None: no method does.
+        scale: Softmax scale.
+        softcap, sinks: See :func:`vllm_kvretrieval.kernels.observe.observe`.
+    """
+
+    number: int
+    is_last: bool
+    kept: "KeptPrompts | None"
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 class DeviceMethod(Protocol):
     """The methods of a family, in one layer of a device whose steps may be replays of a graph.
 
@@ -335,9 +354,12 @@ class DeviceFilter(Protocol):
 
 @runtime_checkable
 class LayerWatcher(Protocol):
-    """An object that looks at the attention of a layer after each step."""
+    """An object that looks at the attention of a layer after each step; on a device, after those
+    in which there is something to see."""
 
-    def watch(self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Any, split: Any) -> None:
+    def watch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, seen: Any, split: Any = None
+    ) -> None:
         """Look at a step.
 
         Args:

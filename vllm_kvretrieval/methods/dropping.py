@@ -5,15 +5,23 @@ Those of the schedules ``running`` and ``sliding`` drop a token at each step, to
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_kvretrieval.kernels import Chooser, DecodeRows, KeptTokens, Ops, Remainder, TokenLists
-from vllm_kvretrieval.kernels.observe import context_keys, observe, observing_bytes
+from vllm_kvretrieval.kernels.device import (
+    DeviceOps,
+    DevicePlan,
+    DeviceRequests,
+    DeviceRows,
+    ScoreRoom,
+)
+from vllm_kvretrieval.kernels.observe import DEVICE_SCRATCH, observing_bytes
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceFacts,
     GroupFacts,
     LayerFacts,
     Sees,
@@ -21,29 +29,13 @@ from vllm_kvretrieval.methods.base import (
     StepRows,
     WorkSize,
 )
-from vllm_kvretrieval.methods.kept_prompts import AddUp, KeptPrompts, Watched
+from vllm_kvretrieval.methods.kept_prompts import KeptPrompts, Watch
 from vllm_kvretrieval.methods.scored import ScoredLayer, connect
+from vllm_kvretrieval.methods.watching import Watcher
 from vllm_kvretrieval.retrieval.families import DroppingMethod, Method
-from vllm_kvretrieval.retrieval.keeping import STAMPED, Keeping
 from vllm_kvretrieval.storage.base import HeldTokens
 
-__all__ = ["connect", "group_method", "layer_method", "scratch_bytes"]
-
-
-class Watch(NamedTuple):
-    """Queries of a step, of one prompt, whose attention counts.
-
-    Attributes:
-        tokens: The queries' places among the step's tokens.
-        first: Position of the first of them in the context.
-        pages: int64 [n]; pages of the context up to the last of them.
-        watched: The sums to add to.
-    """
-
-    tokens: slice
-    first: int
-    pages: torch.Tensor
-    watched: Watched
+__all__ = ["connect", "device_method", "group_method", "layer_method", "scratch_bytes"]
 
 
 class Dropping:
@@ -81,20 +73,8 @@ class Dropping:
 
     def see(self, step: Step) -> list[Watch]:
         """Note the queries of the step that decide which tokens of their prompts are kept."""
-        watches = list[Watch]()
-        kept, seats = self._kept, step.seats
-        methods = self._facts.requests.records["method"][seats]
-        reading = kept.keeps[seats] & (step.before < kept.ends[seats])
-        rule = kept.rules[self._number]
-        for row in np.flatnonzero(reading & (methods == self._number)).tolist():
-            seat, length, before = int(seats[row]), int(step.lens[row]), int(step.before[row])
-            first = max(before, rule.first_observed(int(kept.ends[seat])))
-            if first >= length:
-                continue
-            tokens = slice(int(step.starts[row]) + first - before, int(step.starts[row + 1]))
-            pages = step.block_table[row, : -(-length // self._facts.page_size)].long()
-            watches.append(Watch(tokens, first, pages, kept.watched(seat, self._number)))
-        return watches
+        watches = self._kept.watches(step, self._facts.requests.records["method"][step.seats])
+        return [watch for watch in watches if watch.method == self._number]
 
 
 class DroppingLayer(ScoredLayer):
@@ -116,6 +96,8 @@ class DroppingLayer(ScoredLayer):
         assert facts.requests.kept is not None, "some method drops tokens"
         prompts: KeptPrompts = facts.requests.kept
         self._facts, self._number, self._prompts = facts, number, prompts
+        rules = facts.scale, facts.softcap, facts.sinks
+        self._watcher = Watcher(prompts, facts.number, *rules)
         self._kernels = facts.kernels
         self._rule, self._drops = prompts.rules[number], method.drops
         if not self._drops:  # tokens that are kept for good are brought when they are chosen
@@ -124,7 +106,6 @@ class DroppingLayer(ScoredLayer):
         self._dropping = self._rule
         if self._slides:  # the ratings alone say what goes
             self._dropping = replace(self._rule, rating="position", recent=0, recent_share=0.0)
-        self._by_entropy = method.budget_shares.entropy is not None
         self._heads = prompts.heads.slices[facts.number]
         chosen = chooser.selection.chosen
         self._kept = KeptTokens(
@@ -134,39 +115,12 @@ class DroppingLayer(ScoredLayer):
             prompts.budgets[:, self._heads],
         )
 
-    @property
-    def _row(self) -> slice:
-        """The layer's rows in a :class:`Watched`."""
-        number = self._facts.number
-        return slice(number, number + 1) if self._rule.per_layer else self._heads
-
     def watch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch] | None, split: Any
     ) -> None:
         """Watch the queries of a step; see :class:`LayerWatcher`."""
-        rule, facts = self._rule, self._facts
-        stamped = STAMPED if rule.rating == "stamp" else None
         for watch in seen or ():
-            kv_heads, watched = kv_cache.shape[1], watch.watched
-            by_head = query[watch.tokens].chunk(kv_heads, dim=1)
-            sinks = [None] * kv_heads if facts.sinks is None else facts.sinks.chunk(kv_heads)
-            tokens = watch.first + len(by_head[0])
-            mass = watched.mass[self._row, :tokens]
-            for head, asked in enumerate(by_head):
-                keys = context_keys(kv_cache, watch.pages, tokens, head)
-                received = mass if rule.per_layer else mass[head : head + 1]
-                entropy = observe(
-                    asked,
-                    watch.first,
-                    keys,
-                    facts.scale,
-                    received,
-                    self._by_entropy,
-                    stamped,
-                    softcap=facts.softcap,
-                    sinks=sinks[head],
-                )
-                watched.entropies[facts.number] += entropy / query.shape[1]
+            self._watcher.add(query, kv_cache, watch)
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> Remainder | None:
         """List the kept tokens, after choosing those of prompts that have just been read."""
@@ -176,10 +130,8 @@ class DroppingLayer(ScoredLayer):
 
     def settle(self, seat: int, pages: torch.Tensor) -> None:
         """Choose the kept tokens of a prompt that has been read."""
-        mass = self._prompts.watched(seat, self._number).mass[self._row]
-        _all_workers(mass, self._rule, self._prompts.heads.add_up)
-        counts = self._prompts.selected[seat, self._heads]
-        for head, positions in enumerate(self._rule.keep(mass, counts)):
+        mass, kept = self._prompts.choose(seat, self._number, self._facts.number)
+        for head, positions in enumerate(kept):
             self._kept.chosen[seat, head, : len(positions)] = positions
             if self._drops:
                 of_mass = mass[min(head, len(mass) - 1)]
@@ -205,17 +157,73 @@ class DroppingLayer(ScoredLayer):
         by_set = weights.unflatten(1, (self._kept.chosen.shape[1], -1))
         if self._rule.per_layer:
             by_set = weights.sum(1)[:, None, None]
-            _all_workers(by_set, self._rule, self._prompts.heads.add_up)
+            if self._prompts.heads.add_up is not None:  # other workers have heads of the layer
+                self._prompts.heads.add_up(by_set)
         self._kernels.drop_tokens(by_set, plan.rows, self._kept, self._dropping)
 
 
-def _all_workers(mass: torch.Tensor, rule: Keeping, add_up: AddUp | None) -> None:
-    """Add up over workers where a whole layer keeps the same: other workers have heads of it."""
-    if rule.per_layer and add_up is not None:
-        add_up(mass)
+class DeviceDropping:
+    """A layer's rows of methods that keep tokens once, on a device; see :class:`DeviceMethod` and
+    :class:`LayerWatcher`.
+
+    Args:
+        methods: The engine's: those of this family, and others that select nothing.
+        choosers: The layer's, by the number of the method; their selection holds what is kept.
+        facts: The layer.
+    """
+
+    per_token, looks_ahead = True, False
+
+    def __init__(
+        self, methods: Sequence[Method], choosers: Sequence[Chooser], facts: DeviceFacts
+    ) -> None:
+        assert facts.kept is not None, "some method drops tokens"
+        self.selection, self._page_size = choosers[0].selection, choosers[0].store.page_size
+        self._prompts, self._facts = facts.kept, facts
+        self._prompts.chosen[facts.number] = self.selection.chosen
+        self._own = [*self._prompts.methods]
+        self._others = [number for number in range(len(methods)) if number not in self._own]
+        rules = facts.scale, facts.softcap, facts.sinks
+        self._watcher = Watcher(self._prompts, facts.number, *rules, DEVICE_SCRATCH)
+
+    def choose(
+        self,
+        ops: DeviceOps,
+        query: torch.Tensor,
+        rows: DeviceRows,
+        requests: DeviceRequests,
+        plan: DevicePlan,
+    ) -> None:
+        """See :meth:`DeviceOps.list_kept`."""
+        numbers = self._own, self._others
+        ops.list_kept(rows, requests, *numbers, self.selection, self._page_size, plan)
+
+    def choose_ahead(
+        self, ops: DeviceOps, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
+    ) -> None:
+        """Nothing is selected after the prompt."""
+
+    def watch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch], split: Any = None
+    ) -> None:
+        """Watch the queries of a step, and choose the kept tokens of prompts that end in it.
+
+        How many these are may follow from the attention of all layers. Then the last one chooses
+        for all.
+        """
+        for watch in seen:
+            self._watcher.add(query, kv_cache, watch)
+            layers = [self._facts.number]
+            if watch.ends and not watch.watched.settled and self._facts.is_last:
+                self._prompts.settle(watch.seat, watch.method)
+                layers = [*watch.watched.masses]
+            if watch.ends and watch.watched.settled:
+                for layer in layers:
+                    self._prompts.keep(watch.seat, watch.method, layer)
 
 
 group_method = Dropping
+device_method = DeviceDropping
 layer_method = DroppingLayer
 
 

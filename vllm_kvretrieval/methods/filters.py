@@ -28,6 +28,7 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceFacts,
     EngineFacts,
     GroupFacts,
     Layer,
@@ -242,11 +243,14 @@ class DeviceFiltered:
     Args:
         methods: The engine's.
         choosers: The layer's, by the number of the method.
+        facts: The layer.
     """
 
     per_token, looks_ahead = True, False
 
-    def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
+    def __init__(
+        self, methods: Sequence[Method], choosers: Sequence[Chooser], facts: DeviceFacts
+    ) -> None:
         self.selection = choosers[0].selection
 
     def choose(

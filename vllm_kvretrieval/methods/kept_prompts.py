@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_kvretrieval.methods.base import Step
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.budget import PageBudget
 from vllm_kvretrieval.retrieval.capacity import Capacity
@@ -24,15 +26,51 @@ class Watched:
     """The attention that tokens of a prompt received. It is kept until the prompt has been read.
 
     Attributes:
-        mass: float32 [KV heads of all retrieval layers, tokens]; or [retrieval layers, tokens], if
-            all heads of a layer keep the same tokens.
+        tokens: Tokens of the prompt.
         entropies: float64 [retrieval layers]; sums over queries, for the layer's heads here.
+        masses: float32 [KV heads, tokens] by the layer's place among retrieval layers; or
+            [1, tokens], if all heads of a layer keep the same tokens.
         settled: Whether the numbers of tokens that KV heads keep are fixed.
     """
 
-    mass: torch.Tensor
+    tokens: int
     entropies: torch.Tensor
+    masses: dict[int, torch.Tensor] = field(default_factory=dict)
     settled: bool = False
+
+    def mass(self, layer: int, heads: int) -> torch.Tensor:
+        """The sums of a layer, which begin as zeros; see ``masses``.
+
+        Args:
+            layer: The layer's place among retrieval layers.
+            heads: Its KV heads, or 1.
+        """
+        if layer not in self.masses:
+            device = self.entropies.device
+            self.masses[layer] = torch.zeros(heads, self.tokens, device=device)
+        return self.masses[layer]
+
+
+class Watch(NamedTuple):
+    """Queries of a step, of one prompt, whose attention counts.
+
+    Attributes:
+        seat: The request's.
+        method: The number of its method.
+        tokens: The queries' places among the step's tokens.
+        first: Position of the first of them in the context.
+        pages: int64 [n]; pages of the context up to the last of them.
+        ends: Whether the last of them is the last of the prompt.
+        watched: The sums to add to.
+    """
+
+    seat: int
+    method: int
+    tokens: slice
+    first: int
+    pages: torch.Tensor
+    ends: bool
+    watched: Watched
 
 
 @dataclass(frozen=True)
@@ -63,11 +101,16 @@ class KeptPrompts:
         selected: int32 [seats, KV heads]; see ``RequestTable``.
         room: How many tokens requests may keep of each head.
         page_size: Tokens per page.
+        device: Where the layers are, and the sums of the attention.
+        copy: int32 [seats, KV heads]; a copy of ``selected`` there, which gets what is found out in
+            prompts; None: there is none.
         keeps: bool [seats]; whether the request drops tokens, now or later. It drops none if its
             prompt fits in its budget and its method drops nothing afterwards.
         ends: int32 [seats]; tokens of the prompt. A resumed request's prompt includes the tokens
             that it had generated.
         budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
+        chosen: int32 [seats, KV heads, most] by the layer's place; positions of tokens that are
+            kept, in rising order. Layers of a device have theirs here.
     """
 
     methods: Mapping[int, DroppingMethod]
@@ -76,9 +119,12 @@ class KeptPrompts:
     selected: torch.Tensor
     room: Capacity
     page_size: int
+    device: torch.device | str = "cpu"
+    copy: torch.Tensor | None = None
     keeps: np.ndarray = field(init=False)
     ends: np.ndarray = field(init=False)
     budgets: torch.Tensor = field(init=False)
+    chosen: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         seats = len(self.selected)
@@ -132,15 +178,59 @@ class KeptPrompts:
         self._watched.pop(seat, None)
         self.keeps[seat] = False
 
-    def watched(self, seat: int, method: int) -> Watched:
+    def watched(self, seat: int) -> Watched:
         """Return the sums of attention for the seat's prompt while it is read."""
         if seat not in self._watched:
             layers = len(self.heads.slices)
-            per_layer = self.rules[method].per_layer
-            shape = (layers if per_layer else self.heads.count, int(self.ends[seat]))
-            entropies = torch.zeros(layers, dtype=torch.float64)
-            self._watched[seat] = Watched(torch.zeros(shape), entropies)
+            entropies = torch.zeros(layers, dtype=torch.float64, device=self.device)
+            self._watched[seat] = Watched(int(self.ends[seat]), entropies)
         return self._watched[seat]
+
+    def watches(self, step: Step, methods: np.ndarray) -> list[Watch]:
+        """The queries of a step that decide which tokens of their prompts are kept.
+
+        Args:
+            step: The step.
+            methods: int [R]; numbers of its requests' methods.
+        """
+        watches, seats = list[Watch](), step.seats
+        reading = self.keeps[seats] & (step.before < self.ends[seats])
+        for row in np.flatnonzero(reading).tolist():
+            seat, length, before = int(seats[row]), int(step.lens[row]), int(step.before[row])
+            method, end = int(methods[row]), int(self.ends[seat])
+            first = max(before, self.rules[method].first_observed(end))
+            if first >= length:
+                continue
+            tokens = slice(int(step.starts[row]) + first - before, int(step.starts[row + 1]))
+            pages = step.block_table[row, : -(-length // self.page_size)].long()
+            found = method, tokens, first, pages, length >= end, self.watched(seat)
+            watches.append(Watch(seat, *found))
+        return watches
+
+    def choose(self, seat: int, method: int, layer: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Choose the kept tokens of a prompt that has been read, in a layer.
+
+        Args:
+            seat, method: The request's seat, and the number of its method.
+            layer: The layer's place among retrieval layers.
+
+        Returns:
+            What the tokens have received, see :class:`Watched`; and positions, int64 [its count],
+            rising, of each KV head.
+        """
+        rule, heads = self.rules[method], self.heads.slices[layer]
+        rows = 1 if rule.per_layer else heads.stop - heads.start
+        mass = self.watched(seat).mass(layer, rows)
+        if rule.per_layer and self.heads.add_up is not None:  # other workers have heads of it
+            self.heads.add_up(mass)
+        return mass, rule.keep(mass, self.selected[seat, heads])
+
+    def keep(self, seat: int, method: int, layer: int) -> None:
+        """Write what :meth:`choose` chooses to ``chosen``, and forget what it follows from."""
+        _, kept = self.choose(seat, method, layer)
+        for head, positions in enumerate(kept):
+            self.chosen[layer][seat, head, : len(positions)] = positions
+        del self.watched(seat).masses[layer]
 
     def settle(self, seat: int, method: int) -> None:
         """Fix how many tokens each KV head keeps of a prompt that has been read.
@@ -149,21 +239,24 @@ class KeptPrompts:
             seat: The request's seat.
             method: The number of its method.
         """
-        watched = self.watched(seat, method)
+        watched = self.watched(seat)
         if watched.settled:
             return
         watched.settled = True
         rule = self.methods[method]
-        if (bounds := rule.budget_shares.entropy) is not None:
+        bounds = rule.budget_shares.entropy
+        if bounds is not None:
             if self.heads.add_up is not None:
                 self.heads.add_up(watched.entropies)
-            shares = entropy_shares(watched.entropies.numpy(), *bounds)
+            shares = entropy_shares(watched.entropies.cpu().numpy(), *bounds)
             counts = self.room.counts(rule.name, self._budget[seat], shares)
             self.budgets[seat] = torch.from_numpy(counts)
         if not rule.drops:
             end = torch.tensor(int(self.ends[seat]))
             kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
             self.selected[seat] = kept
+        if bounds is not None and self.copy is not None:
+            self.copy[seat] = self.selected[seat]
 
     def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
         """Prepare a step; returns how many tokens at the end of contexts are attended to.
@@ -211,7 +304,11 @@ class KeptPrompts:
         """Forget the attention of prompts whose tokens have been chosen."""
         done = [seat for seat, watched in self._watched.items() if watched.settled]
         for seat in done:
-            del self._watched[seat]
+            self.forget(seat)
+
+    def forget(self, seat: int) -> None:
+        """Forget the attention of a prompt whose tokens have been chosen."""
+        self._watched.pop(seat, None)
 
 
 def kept_prompts(
@@ -219,8 +316,15 @@ def kept_prompts(
     heads: LocalHeads,
     selected: torch.Tensor,
     room: Capacity,
+    device: torch.device | str = "cpu",
+    copy: torch.Tensor | None = None,
 ) -> KeptPrompts | None:
-    """Make the kept prompts of an engine; None if no method drops tokens."""
+    """Make the kept prompts of an engine; None if no method drops tokens.
+
+    Args:
+        config: Options of the engine.
+        heads, selected, room, device, copy: See :class:`KeptPrompts`.
+    """
     methods, rules = dict[int, DroppingMethod](), dict[int, Keeping]()
     for number, method in enumerate(config.methods.values()):
         if not isinstance(method, DroppingMethod):
@@ -230,4 +334,6 @@ def kept_prompts(
             rule = replace(rule, recent=config.window, recent_share=0.0)
         methods[number] = method
         rules[number] = rule if config.sink is None else replace(rule, sink=config.sink)
-    return KeptPrompts(methods, rules, heads, selected, room, config.page_size) if methods else None
+    if not methods:
+        return None
+    return KeptPrompts(methods, rules, heads, selected, room, config.page_size, device, copy)

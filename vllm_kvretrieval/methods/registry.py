@@ -7,6 +7,7 @@ import torch
 from vllm_kvretrieval.kernels import Chooser
 from vllm_kvretrieval.methods import dropping, filters, heads, scored
 from vllm_kvretrieval.methods.base import (
+    DeviceFacts,
     DeviceFilter,
     DeviceMethod,
     EngineFacts,
@@ -58,17 +59,20 @@ def layer_methods(facts: LayerFacts, choosers: Sequence[Chooser]) -> list[LayerM
     return [*made, scored.ScoredLayer(choosers[0])]
 
 
-def device_methods(methods: Sequence[Method], choosers: Sequence[Chooser]) -> list[DeviceMethod]:
+def device_methods(
+    methods: Sequence[Method], choosers: Sequence[Chooser], facts: DeviceFacts
+) -> list[DeviceMethod]:
     """The families of an engine's methods in a layer of a device, each once.
 
     Args:
         methods: The engine's. Methods of families that no device serves have been refused, and
             those that select unlike others. Methods that select nothing go with any family.
         choosers: The layer's, by the number of the method.
+        facts: The layer.
     """
     selecting = [method for method in methods if method.selects] or methods[:1]
     files = {id(file): file for file in map(family_of, selecting)}.values()
-    return [file.device_method(methods, choosers) for file in files]  # type: ignore[attr-defined]
+    return [file.device_method(methods, choosers, facts) for file in files]  # type: ignore[attr-defined]
 
 
 def device_filter(

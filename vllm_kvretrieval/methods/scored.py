@@ -27,6 +27,7 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.methods.base import (
     DecodePlan,
+    DeviceFacts,
     EngineFacts,
     GroupFacts,
     Layer,
@@ -137,9 +138,12 @@ class DeviceScored:
     Args:
         methods: The engine's.
         choosers: The layer's, by the number of the method.
+        facts: The layer.
     """
 
-    def __init__(self, methods: Sequence[Method], choosers: Sequence[Chooser]) -> None:
+    def __init__(
+        self, methods: Sequence[Method], choosers: Sequence[Chooser], facts: DeviceFacts
+    ) -> None:
         self._choosers = choosers
         self.per_token = any(method.per_token for method in methods)
         self._ahead = [number for number, method in enumerate(methods) if method.speculates]

@@ -88,14 +88,14 @@ class Keeping:
         Returns:
             Per head int64 [its count], rising. Of equally rated tokens the earlier are kept.
         """
-        kept = []
-        recents = self.most_recent(counts.long()).tolist()
-        made: dict[tuple[int, int], torch.Tensor] = {}  # where heads share what they keep
-        for head, (count, recent) in enumerate(zip(counts.tolist(), recents, strict=True)):
-            row = min(head, len(mass) - 1)
-            if (row, count) not in made:
-                made[row, count] = self._best(mass[row], count, recent)
-            kept.append(made[row, count])
+        kept = [mass.new_empty(0)] * len(counts)
+        for count in {*counts.tolist()}:
+            heads = [head for head, own in enumerate(counts.tolist()) if own == count]
+            rows = heads if len(mass) > 1 else [0]  # or heads share what they keep
+            recent = int(self.most_recent(torch.tensor(count)))
+            best = self._best(torch.stack([mass[row] for row in rows]), count, recent)
+            for place, head in enumerate(heads):
+                kept[head] = best[min(place, len(rows) - 1)]
         return kept
 
     def ratings(
@@ -123,7 +123,7 @@ class Keeping:
             if count < end:
                 rated[: count - int(self.most_recent(torch.tensor(count)))] = math.inf
             else:
-                rated[self._order(mass)[: budget - recent]] = math.inf
+                rated[self._order(mass[None])[0, : budget - recent]] = math.inf
             return rated
         pages, recent_pages = (-(-tokens // self.page) for tokens in (end, recent))
         if self.rating == "stamp" and pages + recent_pages < budget // self.page:
@@ -131,35 +131,39 @@ class Keeping:
         return mass[positions]
 
     def _best(self, mass: torch.Tensor, count: int, recent: int) -> torch.Tensor:
-        end = len(mass)
+        """int64 [n, count]; positions that heads keep, whose tokens received ``mass``."""
+        end = mass.shape[1]
         if self.page > 1:
             return self._best_pages(mass, count)
-        best = self._order(mass[: end - recent])[: count - recent]
-        return torch.cat([best.sort().values, torch.arange(end - recent, end)])
+        best = self._order(mass[:, : end - recent])[:, : count - recent]
+        latest = torch.arange(end - recent, end, device=mass.device).expand(len(mass), -1)
+        return torch.cat([best.sort().values, latest], 1)
 
     def _order(self, mass: torch.Tensor) -> torch.Tensor:
-        """Positions of tokens, the sink first, then the best rated."""
+        """Positions of tokens, the sink first, then the best rated; of each row."""
         rated = self._smooth(mass)
-        rated[: self.sink] = math.inf
+        rated[:, : self.sink] = math.inf
         return rated.sort(descending=True, stable=True).indices
 
     def _best_pages(self, mass: torch.Tensor, count: int) -> torch.Tensor:
         """The last page, perhaps unfinished, and the best others; of equal ones the latest."""
-        end, size = len(mass), self.page
+        end, size = mass.shape[1], self.page
         tail = min(end % size, count)
-        rated = mass[: end // size * size].unflatten(0, (-1, size)).amax(1)
-        rated[: -(-self.sink // size)] = math.inf
-        rated[len(rated) - self.recent // size :] = math.inf
-        order = rated.flip(0).sort(descending=True, stable=True).indices
-        pages = (len(rated) - 1 - order[: (count - tail) // size]).sort().values
-        tokens = (pages[:, None] * size + torch.arange(size)).flatten()
-        return torch.cat([tokens, torch.arange(end - tail, end)])
+        rated = mass[:, : end // size * size].unflatten(1, (-1, size)).amax(2)
+        pages = rated.shape[1]
+        rated[:, : -(-self.sink // size)] = math.inf
+        rated[:, pages - self.recent // size :] = math.inf
+        order = rated.flip(1).sort(descending=True, stable=True).indices
+        best = (pages - 1 - order[:, : (count - tail) // size]).sort().values
+        tokens = best[..., None] * size + torch.arange(size, device=mass.device)
+        last = torch.arange(end - tail, end, device=mass.device).expand(len(mass), -1)
+        return torch.cat([tokens.flatten(1), last], 1)
 
     def _smooth(self, mass: torch.Tensor) -> torch.Tensor:
-        if self.smoothing == 1 or not len(mass):
+        if self.smoothing == 1 or not mass.shape[1]:
             return mass.clone()
         size = self.smoothing
-        return torch.nn.functional.max_pool1d(mass[None], size, 1, size // 2)[0]
+        return torch.nn.functional.max_pool1d(mass, size, 1, size // 2)
 
 
 def observation_of(value: Any, default: int | None) -> int | None:

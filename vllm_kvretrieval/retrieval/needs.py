@@ -103,7 +103,7 @@ GPU = Setting(
     {
         need: Lack("does not serve every method yet", remedy)
         for need, remedy in {
-            Need.DROPS: BY_PAGES,
+            Need.DROPS_ALWAYS: f"set schedule=once, or {BY_PAGES}",
             Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
             Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",

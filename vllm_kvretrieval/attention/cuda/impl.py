@@ -13,7 +13,7 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
-from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod
+from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod, LayerWatcher
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -183,6 +183,10 @@ class RetrievalAttentionImpl(AttentionImpl):
             self._attend_to_selection(query, key, value, step.rows, output)
         if self.far is not None:
             self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
+        if step.watches:
+            for method in self.methods:
+                if isinstance(method, LayerWatcher):
+                    method.watch(query, kv_cache, step.watches)
         if self.is_last:  # the next step reads what is done beside this one
             assert self.side is not None
             self.side.wait()

@@ -1,5 +1,6 @@
 """The metadata of a step, which is built once per step for all layers of a group."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm_kvretrieval.attention.cuda.far import FarTier
 from vllm_kvretrieval.engine.cuda.requests import Attended, RunningRequests
 from vllm_kvretrieval.kernels.device import DeviceOps, DeviceRequests, DeviceRows
+from vllm_kvretrieval.methods.kept_prompts import Watch
 
 UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 """Graphs are of rows of one token each, or of one token and all drafts each."""
@@ -45,6 +47,8 @@ class RetrievalMetadata(AttentionMetadata):
         tokens: How many tokens these have; None: all.
         rows: Which rows these are, on the device.
         sparse: Whether there may be any. Said, as ``lead``, of steps that are no replay of a graph.
+        watches: Queries of the step that decide what is kept of their prompts; no such step is a
+            replay.
     """
 
     whole: Any
@@ -53,6 +57,7 @@ class RetrievalMetadata(AttentionMetadata):
     tokens: int | None = None
     rows: DeviceRows | None = None
     sparse: bool = False
+    watches: Sequence[Watch] = ()
 
 
 class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
@@ -163,6 +168,7 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             tokens,
             rows,
             attended is not Attended.WHOLE,
+            self.requests.watches(common.query_start_loc_cpu.numpy(), rows.block_table),
         )
 
     def _describe(self) -> None:

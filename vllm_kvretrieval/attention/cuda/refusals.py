@@ -243,16 +243,24 @@ def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> Non
 
 def check_methods(config: RetrievalConfig) -> None:
     """Refuse an engine's methods that there are no kernels for, or none that serve all of them."""
-    by_kind: dict[tuple[bool, bool], str] = {}
+    by_kind: dict[tuple[bool, bool, bool], str] = {}
     for method in config.methods.values():
         check_method(method)
         if method.selects and not method.whole:
-            by_kind.setdefault((method.per_token, method.selects_for_others), method.name)
+            kind = method.per_token, method.selects_for_others, method.observes
+            by_kind.setdefault(kind, method.name)
     if len(by_kind) > 1:
         names = " and ".join(by_kind.values())
         raise RetrievalConfigError(
-            f"a GPU does not serve {names} together yet: pages, single tokens, and tokens that "
-            "filters select go apart. Leave one out of kv_retrieval.also."
+            f"a GPU does not serve {names} together yet: pages, single tokens, tokens that "
+            "filters select, and tokens that are kept of prompts go apart. Leave one out of "
+            "kv_retrieval.also."
+        )
+    kept = [method.name for method in config.methods.values() if method.observes]
+    if kept and config.exact_below:
+        raise RetrievalConfigError(
+            f"kv_retrieval.exact_below={config.exact_below} cannot be used with {kept[0]} on a "
+            "GPU, whose steps attend to kept tokens whatever the length; leave one out."
         )
 
 

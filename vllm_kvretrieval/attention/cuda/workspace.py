@@ -33,6 +33,7 @@ class Workspace:
         queries: Most tokens of a row that decodes, its drafts among them.
         entries: Most entries of a context's page index.
         width: Most pages that a KV head attends to.
+        usual: Most that it attends to, but for rare ones: attention is divided by these.
         page_size: Tokens per page.
         units: Multiprocessors of the device.
         positions: Whether plans hold pages by their positions; see :class:`DevicePlan`.
@@ -50,6 +51,7 @@ class Workspace:
         head_size: int,
         entries: int,
         width: int,
+        usual: int,
         page_size: int,
         units: int,
         positions: bool,
@@ -57,7 +59,7 @@ class Workspace:
         device: torch.device | str,
     ) -> None:
         self.kv_heads, self.queries, self.units = kv_heads, queries, units
-        self._longest = width * page_size, head_size
+        self._longest = usual * page_size, head_size
         self._positions = positions
         pairs = rows * kv_heads
         programs = max(pairs, PROGRAMS_PER_UNIT * units)

@@ -84,6 +84,21 @@ class RetrievalGraphs(ModelCudaGraphManager, _Captures):
         if shapes:
             self._capture_descs[CUDAGraphMode.FULL] = shapes
 
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **options: Any
+    ) -> BatchExecutionDescriptor:
+        """See ``CudaGraphManager.dispatch``. The last token of a prompt may be alone in a step like
+        one that is decoded; layers that watch prompts see no replay."""
+        found = super().dispatch(num_reqs, num_tokens, *args, **options)
+        if found.cg_mode != CUDAGraphMode.FULL or not self.running.watches_prompts:
+            return found
+        return BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            num_active_loras=found.num_active_loras,
+        )
+
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """See ``ModelCudaGraphManager.run_fullgraph``; with one half of attention if that does."""
         half = HalfOf.the(desc, self.running.attended())

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.distributed import get_tp_group
 
 from vllm_kvretrieval.engine.layers import number_layers
+from vllm_kvretrieval.methods.kept_prompts import LocalHeads
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.shares import own_heads
@@ -45,6 +48,17 @@ class RetrievalHeads:
             places[name] = slice(first, first + count)
             first += count
         return places
+
+    @functools.cached_property
+    def local(self) -> LocalHeads:
+        """The same, for methods that keep tokens; sums over workers are made on their devices."""
+        workers = get_tp_group()
+
+        def add_up(numbers: torch.Tensor) -> None:
+            torch.distributed.all_reduce(numbers, group=workers.device_group)
+
+        slices = [*self.places.values()]
+        return LocalHeads(slices, add_up if workers.world_size > 1 else None)
 
     @functools.cached_property
     def room(self) -> Capacity:

@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.cuda.impl import RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cuda.metadata import RetrievalMetadataBuilder
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
+from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.cuda.host import make_tier
 from vllm_kvretrieval.engine.cuda.requests import RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
@@ -20,8 +21,9 @@ from vllm_kvretrieval.engine.layers import number_layers
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
-from vllm_kvretrieval.methods import device_filter, device_methods
+from vllm_kvretrieval.methods import DeviceFacts, device_filter, device_methods
 from vllm_kvretrieval.methods.choosers import layer_choosers
+from vllm_kvretrieval.methods.watching import watching_bytes
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.capacity import Capacity
 from vllm_kvretrieval.retrieval.layers import full_attention_layers
@@ -208,7 +210,16 @@ class RetrievalLayers:
                 drafts=self.requests.drafts,
                 positions=far is not None,
             )
-        methods = device_methods(list(self.config.methods.values()), choosers)
+        sinks, softcap = impl.half.sinks, impl.half.logits_soft_cap or 0.0
+        facts = DeviceFacts(
+            self.requests.number_of(name),
+            is_last,
+            self.requests.kept,
+            impl.scale,
+            softcap,
+            None if sinks is None else sinks.float(),
+        )
+        methods = device_methods(list(self.config.methods.values()), choosers, facts)
         shared = builder.table, self._workspaces[shape], side
         impl.attach(self.ops, methods, choosers, cache, *shared, far, is_last=is_last)
         self.impls[name] = impl
@@ -240,21 +251,35 @@ class RetrievalLayers:
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "dtype": cache.dtype}
         with self.device:  # tensors are made there
             seats, room = self.requests.capacity, self.requests.room
-            selection = make_selection(self.config, room, seats, impl.group, shape)
+            heads = self.requests.heads_of(name)
+            selection = make_selection(self.config, room, seats, heads, impl.group, shape)
             selection.counts = self.requests.counts_of(name)
+            selection.ends = self.requests.ends
             return layer_choosers(
                 self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
             )
 
 
+def keeps_tokens(config: RetrievalConfig) -> bool:
+    """Whether lists have tokens that are kept of prompts, and all after them."""
+    return any(method.observes for method in config.methods.values())
+
+
 def make_selection(
-    config: RetrievalConfig, room: Capacity, seats: int, group: int, shape: dict[str, Any]
+    config: RetrievalConfig,
+    room: Capacity,
+    seats: int,
+    heads: slice,
+    group: int,
+    shape: dict[str, Any],
 ) -> Selection:
     """An empty selection of a layer, on torch's device; see ``Selection.empty`` for ``shape``.
 
-    Tokens that are selected are not remembered.
+    Tokens that are selected at a step are not remembered, those that are kept of a prompt are.
+    ``heads`` are the places of the layer's KV heads among all of the worker.
     """
-    most = 1 if config.token_major else room.most_chosen()
+    remembers = keeps_tokens(config) or not config.token_major
+    most = room.most_chosen(heads) if remembers else 1
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
 
@@ -271,22 +296,25 @@ def make_workspace(
 ) -> Workspace:
     """The workspace for layers with these KV heads, query heads per KV head, and channels.
 
-    Lists have room for ``drafts`` tokens beyond the budget.
+    Lists have room for ``drafts`` tokens beyond the budget; where tokens are kept of prompts, for
+    all tokens of the longest context.
     """
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
     pages = -(-max_model_len // config.page_size)
     limited = all(Need.HEADS not in method.needs for method in config.methods.values())
     finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
+    width = max(config.budget_limit // unit, room.listed, 0 if limited else pages)
+    keeps = keeps_tokens(config)
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
         queries=1 + drafts,
         head_size=head_size,
-        entries=pages * (config.page_size // finest),
-        width=max(config.budget_limit // unit, room.listed, 0 if limited else pages)
-        + -(-drafts // unit),
+        entries=1 if keeps else pages * (config.page_size // finest),  # tokens are not scored
+        width=max_model_len if keeps else width + -(-drafts // unit),
+        usual=width,
         page_size=unit,
         units=num_compute_units(device.index or 0),
         positions=positions,
@@ -298,10 +326,11 @@ def make_workspace(
 def fixed_bytes(
     config: RetrievalConfig,
     roles: Mapping[str, Role],
-    room: Capacity,
+    heads: RetrievalHeads,
     layers: Mapping[str, Any],
     rows: int,
     max_model_len: int,
+    step_tokens: int,
     drafts: int,
 ) -> int:
     """Bytes of the state whose size does not depend on that of the KV cache.
@@ -309,10 +338,11 @@ def fixed_bytes(
     Args:
         config: Options of the engine.
         roles: Roles of the layers, by name.
-        room: How many units requests get of KV heads.
+        heads: The KV heads of the layers that retrieve.
         layers: vLLM's layers, by name.
         rows: Most rows of a step.
         max_model_len: Tokens of the longest context.
+        step_tokens: Most tokens of a step.
         drafts: The most draft tokens of a row.
     """
     nowhere, total, shapes = torch.device("meta"), 0, set()
@@ -324,10 +354,18 @@ def fixed_bytes(
         shape = {"kv_heads": impl.num_kv_heads, "head_size": impl.head_size}
         with nowhere:
             dtype = layers[name].kv_cache_torch_dtype
-            selection = make_selection(config, room, rows, impl.group, shape | {"dtype": dtype})
+            shape |= {"dtype": dtype}
+            own = heads.places[name]
+            selection = make_selection(config, heads.room, rows, own, impl.group, shape)
         assert selection.corrected is not None
         kept = selection.query, selection.chosen, selection.corrected
         total += sum(tensor.nbytes for tensor in kept)
     sizes = rows, max_model_len, nowhere
-    made = (make_workspace(config, room, shape, *sizes, drafts=drafts) for shape in shapes)
-    return total + sum(workspace.nbytes for workspace in made)
+    made = (make_workspace(config, heads.room, shape, *sizes, drafts=drafts) for shape in shapes)
+    total += sum(workspace.nbytes for workspace in made)
+    if keeps_tokens(config) and shapes:
+        of_layers = [places.stop - places.start for places in heads.places.values()]
+        _, group, head_size = max(shapes)
+        tokens = max_model_len + step_tokens
+        total += watching_bytes(tokens, of_layers, group, head_size, dtype)
+    return total

@@ -15,8 +15,10 @@ from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
 from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
+from vllm_kvretrieval.methods import Step
+from vllm_kvretrieval.methods.kept_prompts import KeptPrompts, Watch, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.request import RequestReader
+from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.seats import SEAT
 
 COLUMNS_OF_SEATS = {
@@ -39,7 +41,8 @@ some 16 us on an H100. A guess."""
 def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
     """Tokens below which a context is attended to in full, since that takes no longer.
 
-    All rows of a step together may read as much beyond their budgets as selection is worth.
+    All rows of a step together may read as much beyond their budgets as selection is worth; nothing
+    where tokens are kept of prompts, which have been selected.
 
     Args:
         config: Options of the engine.
@@ -48,6 +51,8 @@ def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
     """
     if config.exact_below is not None:
         return config.exact_below
+    if any(method.observes for method in config.methods.values()):
+        return 0
     return config.budget + SPARE_BYTES // (token_bytes * max(rows, 1))
 
 
@@ -139,6 +144,7 @@ class RunningRequests:
     Attributes:
         room: How many units requests get of these heads.
         retrieval_heads: How many these are.
+        kept: The prompts of requests whose methods keep some of their tokens; None: no method does.
         corrected: int64 [capacity], on the device; KV heads that selected anew, by seat.
         spared: int64 [capacity], on the device; selected pages that KV heads did not need.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
@@ -167,10 +173,19 @@ class RunningRequests:
             config.budget_of_share(0, heads.dense_share, config.method)  # refuses what cannot be
         self._selected: np.ndarray | None = None
         self._counts: StagedWriteTensor | None = None
-        if self.room.allotments or heads.fixed:
+        self.kept: KeptPrompts | None = None
+        self._unread = set[int]()
+        self._ends = StagedWriteTensor(capacity, dtype=torch.int32, device=device)
+        keeps = any(method.observes for method in config.methods.values())
+        if self.room.allotments or heads.fixed or keeps:
             shape = capacity, self.retrieval_heads
             self._selected = np.zeros(shape, dtype=np.int32)
             self._counts = StagedWriteTensor(shape, dtype=torch.int32, device=device)
+        if keeps:
+            assert self._selected is not None
+            assert self._counts is not None
+            places = self.room, device, self._counts.gpu
+            self.kept = kept_prompts(config, heads.local, torch.from_numpy(self._selected), *places)
         # Units of selection in a page, by the number of the method.
         units = [config.page_size if m.per_token else 1 for m in config.methods.values()]
         self._units = np.array(units, dtype=np.int64)
@@ -200,6 +215,20 @@ class RunningRequests:
         for the request of a seat. None: all heads select equally many."""
         return None if self._counts is None else self._counts.gpu[:, self._heads.places[name]]
 
+    @property
+    def ends(self) -> torch.Tensor | None:
+        """int32 [capacity], on the device; tokens of the prompts of which some are kept; None: no
+        method keeps tokens."""
+        return None if self.kept is None else self._ends.gpu
+
+    def heads_of(self, name: str) -> slice:
+        """The places of a layer's KV heads among all of the worker."""
+        return self._heads.places[name]
+
+    def number_of(self, name: str) -> int:
+        """The place of a layer among the worker's retrieval layers."""
+        return [*self._heads.places].index(name)
+
     def admit(self, req_id: str, seat: int, note: Note) -> None:
         """Give a request its seat, and stage its options."""
         record = self._records[seat]
@@ -214,6 +243,7 @@ class RunningRequests:
             fixed = self._heads.fixed.get(options.method)
             counts = self.room.counts(options.method, options.budget) if fixed is None else fixed
             self._selected[seat] = counts
+            self._keep(seat, note, options)
             self._counts.stage_write(seat, 0, self._selected[seat].tolist())
         row = np.zeros(COLUMNS, dtype=np.int32)
         for column, name in COLUMNS_OF_SEATS.items():
@@ -224,8 +254,25 @@ class RunningRequests:
         self._seat_of[req_id], self._came[seat] = seat, True
         self._usage[seat] = self._interrupted.pop(req_id, None) or Usage()
 
+    def _keep(self, seat: int, note: Note, options: RequestOptions) -> None:
+        """Note what the request's method keeps of its prompt, if it is one that keeps tokens."""
+        if self.kept is None:
+            return
+        record = self._records[seat]
+        method = int(record["method"])
+        self._unread.discard(seat)
+        self.kept.admit(seat, method, note.tokens, options.budget, options.exact)
+        self._ends.stage_write_elem(seat, note.tokens)
+        if self.kept.keeps[seat]:
+            self._unread.add(seat)
+            if self.kept.methods[method].budget_shares.entropy is None:
+                self.kept.settle(seat, method)
+        elif method in self.kept.methods:  # all of a prompt that fits, and all after it
+            record["exact"] = True
+
     def apply(self) -> None:
         """Write the staged options to the device, before the step that needs them."""
+        self._ends.apply_write()
         for table in self._tables:
             table.apply_write()
         if self._counts is not None:
@@ -236,6 +283,9 @@ class RunningRequests:
         seat = self._seat_of.pop(req_id, None)
         if seat is None:
             return
+        if self.kept is not None:
+            self.kept.leave(seat)
+            self._unread.discard(seat)
         usage, self._usage[seat] = self._usage[seat], None
         assert usage is not None
         self._interrupted[req_id] = usage
@@ -263,7 +313,7 @@ class RunningRequests:
         """Note a step's requests and count the step."""
         self.batch = batch
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
-        attended = self._attended(batch.seats, pages)
+        attended = self._attended(batch, pages)
         booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
         self.counts += booked.sum(0, dtype=np.int64)
         lists = batch.seats.tolist(), batch.lens.tolist(), booked
@@ -285,8 +335,31 @@ class RunningRequests:
 
     def end_step(self) -> None:
         """End a step: work before the next :meth:`begin_step` belongs to no request."""
+        if self.kept is not None:
+            read = self.batch.lens >= self.kept.ends[self.batch.seats]
+            for seat in self._unread & {*self.batch.seats[read].tolist()}:
+                self._unread.discard(seat)
+                self.kept.forget(seat)
         self.batch = NOBODY
         self._came[:] = False
+
+    @property
+    def watches_prompts(self) -> bool:
+        """Whether prompts are being read whose queries may decide what is kept of them."""
+        return bool(self._unread)
+
+    def watches(self, starts: np.ndarray, block_table: torch.Tensor) -> list[Watch]:
+        """The queries of the step that decide which tokens of their prompts are kept.
+
+        Args:
+            starts: int32 [rows + 1]; the first token of each row in the step.
+            block_table: int32 [rows, >= pages], on the device; page ids in context order.
+        """
+        if self.kept is None or not self._unread:
+            return []
+        batch = self.batch
+        step = Step(batch.seats, batch.lens, batch.before, starts, block_table)
+        return self.kept.watches(step, self._records["method"][batch.seats])
 
     def attended(self) -> Attended:
         """What the rows of the step attend to, as the device will find out. With a home in host
@@ -340,10 +413,20 @@ class RunningRequests:
         """bool [n]; which requests attend to their whole contexts because they ask for it."""
         return self._records["exact"][seats]
 
-    def _attended(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    def _attended(self, batch: Batch, pages: np.ndarray) -> np.ndarray:
         """int64 [n]; units that a sparse step attends to, in contexts of ``pages`` pages."""
+        seats = batch.seats
         if self._selected is None:
             return self._budgets(seats) * self.retrieval_heads
+        if self.kept is None or not (keeps := self.kept.keeps[seats]).any():
+            return self._attended_beside(seats, pages)
+        tokens = self.kept.attended(seats, batch.lens, self._records["method"][seats])
+        beside = self._attended_beside(seats, pages)
+        return np.where(keeps, tokens // self.config.page_size, beside)
+
+    def _attended_beside(self, seats: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """The same of requests whose methods keep no tokens."""
+        assert self._selected is not None
         records = self._records[seats]
         units = self._units[records["method"]]
         always = (records["sink"] + records["window"]).astype(np.int64)

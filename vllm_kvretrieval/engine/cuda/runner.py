@@ -31,6 +31,7 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels import triton
 from vllm_kvretrieval.kernels.triton.mapped import map_host
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.needs import PARTIAL_MODELS
 from vllm_kvretrieval.retrieval.roles import Filters, Role
 
 MODEL_STATES = (DefaultModelState, MambaHybridModelState)
@@ -209,8 +210,11 @@ class RetrievalModelRunner(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         attn_groups = itertools.chain.from_iterable(self.attn_groups)
         groups = groups_that_retrieve(config, self.roles, attn_groups)
-        retrieving = [layers[name] for _, names in groups for name in names]
-        token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving), default=1)
+        retrieving = {name: layers[name] for _, names in groups for name in names}
+        if retrieving.keys() != self.heads.places.keys():
+            model = self.vllm_config.model_config.model
+            PARTIAL_MODELS.check(config.methods.values(), where=f" in {model}")
+        token = max((layer.kv_cache[0, :, 0].nbytes for layer in retrieving.values()), default=1)
         far = tiers is not None
         self.running = RunningRequests(
             config,

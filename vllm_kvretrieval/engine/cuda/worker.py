@@ -87,10 +87,11 @@ class RetrievalGPUWorker(Worker):
         fixed = fixed_bytes(
             config,
             self.model_runner.roles,
-            self.model_runner.heads.room,
+            self.model_runner.heads,
             self.vllm_config.compilation_config.static_forward_context,
             self.scheduler_config.max_num_seqs,
             self.model_config.max_model_len,
+            self.scheduler_config.max_num_batched_tokens,
             self.vllm_config.num_speculative_tokens,
         )
         if fixed >= available:

@@ -6,6 +6,7 @@ See :class:`vllm_kvretrieval.kernels.device.DeviceOps` and
 
 from vllm_kvretrieval.kernels.triton.decode import count_splits, sparse_decode
 from vllm_kvretrieval.kernels.triton.index import KINDS, index_pages
+from vllm_kvretrieval.kernels.triton.kept import list_kept
 from vllm_kvretrieval.kernels.triton.recall import recall_units
 from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
 from vllm_kvretrieval.kernels.triton.rows import prepare_rows
@@ -19,6 +20,7 @@ __all__ = [
     "count_splits",
     "filter_tokens",
     "index_pages",
+    "list_kept",
     "plan_decode",
     "plan_tokens",
     "prepare_rows",

@@ -2,9 +2,11 @@
 
 import torch
 
-from vllm_kvretrieval.kernels.device import COLUMNS, DeviceRequests, DeviceRows
+from vllm_kvretrieval.kernels.device import COLUMNS, DevicePlan, DeviceRequests, DeviceRows
 
 DTYPES = (torch.bfloat16, torch.float16)
+MOST_METHODS = 31
+"""Methods of an engine whose lists are of tokens: bits of a number."""
 
 
 def check_units(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -97,3 +99,29 @@ def check_requests(requests: DeviceRequests) -> None:
     seats = len(requests.table)
     check_list("requests.table", requests.table, (seats, COLUMNS), torch.int32)
     check_list("requests.corrected", requests.corrected, (seats,), torch.int64)
+
+
+def check_token_plan(plan: DevicePlan, pairs: int, number: int) -> None:
+    """Refuse a plan that is not for lists of tokens, or has no room for all of them.
+
+    Args:
+        plan: The plan.
+        pairs: Rows times KV heads.
+        number: The highest number of a chooser whose rows are listed.
+
+    Raises:
+        ValueError: Says what is wrong.
+    """
+    for name, tensor, kind in (
+        ("scores", plan.scores, torch.float32),
+        ("stats", plan.stats, torch.float32),
+        ("lists", plan.lists, torch.int32),
+        ("lengths", plan.lengths, torch.int32),
+    ):
+        check_list(f"plan.{name}", tensor, tuple(tensor.shape), kind)
+        if len(tensor) < pairs:
+            raise ValueError(f"plan.{name} has room for {len(tensor)} of {pairs} lists")
+    if plan.positions:
+        raise ValueError("lists of tokens are of their numbers in the cache, not of positions")
+    if number >= MOST_METHODS:
+        raise ValueError(f"methods of tokens have numbers below {MOST_METHODS}, got {number}")

@@ -10,9 +10,9 @@ from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRo
 from vllm_kvretrieval.kernels.triton.checks import (
     check_counts,
     check_heads,
-    check_list,
     check_requests,
     check_rows,
+    check_token_plan,
 )
 from vllm_kvretrieval.kernels.triton.index import check_store
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
@@ -30,8 +30,6 @@ TILE_TOKENS = 2048
 """Tokens that a program looks at at a time to rank them all."""
 POOLED = 4
 """Parts of so many tokens that programs pool, one at a time."""
-MOST_METHODS = 31
-"""Methods of an engine whose lists are of tokens: bits of a number."""
 
 _HIGH_BIT = tl.constexpr(-0x80000000)
 
@@ -462,18 +460,6 @@ def _check(
     check_heads("query", query, store.head_size, store.dtype)
     check_store(store)
     pairs, group = len(rows) * store.kv_heads, query.shape[1] // store.kv_heads
-    for name, tensor, kind in (
-        ("scores", plan.scores, torch.float32),
-        ("stats", plan.stats, torch.float32),
-        ("lists", plan.lists, torch.int32),
-        ("lengths", plan.lengths, torch.int32),
-    ):
-        check_list(f"plan.{name}", tensor, tuple(tensor.shape), kind)
-        if len(tensor) < pairs:
-            raise ValueError(f"plan.{name} has room for {len(tensor)} of {pairs} lists")
+    check_token_plan(plan, pairs, number)
     if plan.scores.shape[1] != group or plan.stats.shape[2:] != (2, group):
         raise ValueError(f"the plan is not for groups of {group} query heads")
-    if plan.positions:
-        raise ValueError("lists of tokens are of their numbers in the cache, not of positions")
-    if number >= MOST_METHODS:
-        raise ValueError(f"methods of tokens have numbers below {MOST_METHODS}, got {number}")
