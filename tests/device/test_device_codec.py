@@ -1,0 +1,109 @@
+"""A GPU's engine whose pages are encoded in host memory answers as a CPU's with the same codec.
+
+The GPU's runs on the CPU: see support/device_engine.py. Its model is random, and computes in
+float16. All requests of a CPU have the engine for themselves, since chunks of prompts see their
+own tokens as the model made them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support import device_engine
+from tests.support.engine import Request, alone, assert_same, engine, random_llama
+
+pytestmark = pytest.mark.engine
+
+PAGE, CHUNK = 16, 64
+SIZES: dict[str, Any] = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": 5 * PAGE}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ttkv": ("ttkv", SIZES),
+    "k2v2": ("freekv", SIZES | {"codec": "k2v2", "dense_layers": 1}),
+    "kivi": ("kivi", {"page_size": PAGE}),
+}
+STOCK = {
+    "dtype": "float16",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": CHUNK,
+    "skip_tokenizer_init": True,
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+TOLERANCE = 0.02
+"""The tolerance of log-probs, whose sums differ in float16. Codecs change them by far more."""
+
+
+def prompt(tokens, seed):
+    """Token ids."""
+    return [(place * place * 7 + place * seed + 11 * seed) % 509 + 1 for place in range(tokens)]
+
+
+REQUESTS = {
+    "beyond its budget": Request(prompt(150, 1), 40, {}),
+    "soon beyond it": Request(prompt(70, 2), 30, {}),
+    "exact": Request(prompt(111, 3), 20, {"exact": True}),
+    "of a last token that comes alone": Request(prompt(129, 4), 4, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("toy") / "model", layers=3, kv_heads=2)
+
+
+def options(name, **more):
+    backend, given = METHODS[name]
+    return {"attention_backend": backend, "additional_config": {"kv_retrieval": given | more}}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def answers(request, model):
+    """The name of the method, its answers on the CPU, and the emulated engine's process."""
+    name, expected = request.param, {}
+    with engine(model, enforce_eager=True, **STOCK, **options(name, home="disk")) as llm:
+        for asked, one in REQUESTS.items():
+            expected[asked] = alone(llm, one)
+    more = {} if name in ("ttkv", "kivi") else {"home": "host"}
+    with device_engine.start() as pool:
+        pool.submit(
+            device_engine.open_engine,
+            model,
+            STOCK | options(name, **more) | {"block_size": 2 * PAGE, "compilation_config": GRAPHS},
+        ).result()
+        yield name, expected, lambda function, *args: pool.submit(function, *args).result()
+
+
+def test_answers_are_the_cpus(answers):
+    """One by one, and then together, with pages that fill and leave the window in between."""
+    _, expected, ask = answers
+    for asked, one in REQUESTS.items():
+        (answer,) = ask(device_engine.drive, [one])
+        assert_same(answer, expected[asked], TOLERANCE)
+    staggered = [replace(r, arrives=4 * n) for n, r in enumerate(REQUESTS.values())]
+    together = ask(device_engine.drive, staggered)
+    for answer, other in zip(together, expected.values(), strict=True):
+        assert answer.tokens[:2] == other.tokens[:2], "chunks of prompts may be others"
+
+
+def test_graphs_serve_what_they_can(answers):
+    """Exact requests, and all of a method that attends to everything, are eager."""
+    name, _, ask = answers
+    before = sum(ask(device_engine.replays_by_rows).values())
+    ask(device_engine.drive, [REQUESTS["exact"]])
+    assert sum(ask(device_engine.replays_by_rows).values()) == before
+    ask(device_engine.drive, [REQUESTS["soon beyond it"]])
+    assert (sum(ask(device_engine.replays_by_rows).values()) > before) == (name != "kivi")
+
+
+def test_prefixes_of_others(answers):
+    """A request that finds pages of another one reads them decoded, also while that one runs."""
+    _, _, ask = answers
+    first = Request(prompt(100, 7), 12, {}, cache=True)
+    second = Request(first.prompt + prompt(30, 8), 6, {}, cache=True, arrives=5)
+    _, running = ask(device_engine.drive, [first, second])
+    ask(device_engine.reset_prefix_cache)
+    ask(device_engine.drive, [first])
+    (gone,) = ask(device_engine.drive, [replace(second, arrives=0)])
+    assert (running.cached, gone.cached) == (96, 96)
+    assert_same(running, gone, 1e-5)
