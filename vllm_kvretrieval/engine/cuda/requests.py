@@ -337,14 +337,20 @@ class RunningRequests:
         found[batch.seats] = np.maximum(found[batch.seats], kept)
         return found
 
-    def needs_staging(self, seats: np.ndarray, prefilling: np.ndarray) -> bool:
-        """Whether rows of one token are staged, which no graph does.
+    def reads_whole(self, seats: np.ndarray, prefilling: np.ndarray) -> bool:
+        """Whether any row of a step attends to a whole context that is encoded. No graph brings
+        that to the device.
 
         Args:
             seats: int [rows].
             prefilling: bool [rows]; whether their tokens belong to prompts.
         """
         return self.encoded and bool((prefilling | self._exact(seats)).any())
+
+    @property
+    def needs_eager(self) -> bool:
+        """The same of the step that the runner is at."""
+        return self.reads_whole(self.batch.seats, self.batch.prefilling)
 
     def may_read_written(self) -> bool:
         """Whether a row of the step may read what another row writes in the same step.

@@ -175,7 +175,7 @@ class RetrievalModelRunner(GPUModelRunner):
         uniform."""
         state, uniform = super().gather_batch_req_state(*args, **kwargs)
         rows = (state.idx_mapping_np, state.is_prefilling_np) if state is not None else None
-        return state, None if rows and self.running.needs_staging(*rows) else uniform
+        return state, None if rows and self.running.reads_whole(*rows) else uniform
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """See ``GPUModelRunner.prepare_inputs``; of steps of requests only."""
