@@ -40,7 +40,7 @@ def prompt(tokens, seed):
 
 
 REQUESTS = {
-    "beyond its budget": Request(prompt(150, 1), 40, {}),
+    "beyond its budget": Request(prompt(150, 5), 40, {}),
     "soon beyond it": Request(prompt(70, 2), 30, {}),
     "exact": Request(prompt(111, 3), 20, {"exact": True}),
     "of a last token that comes alone": Request(prompt(129, 4), 4, {}),

@@ -17,7 +17,7 @@ from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
-SEATS, TABLE = 4, 12
+SEATS, TABLE = 3, 9
 """Seats, and pages of the longest context."""
 
 
@@ -52,7 +52,6 @@ class Layer:
         self.index = IndexRecords.empty(
             MinMax(), pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
             dtype=dtype, layout="token_major", alignment=RECORD_ALIGNMENT,
-            cache=torch.empty(pages, *opened.shape[2:], dtype=dtype, device="meta"),
         )  # fmt: skip
         self.index.records = torch.zeros_like(self.index.records, device=device)
 
@@ -153,7 +152,7 @@ def describe(rows, tables, page):
     return given | {name: torch.zeros(count, dtype=torch.int32) for name in names}
 
 
-def life(device, *, codec, kept, page, kv_heads, head_size, dtype, steps=30, seed=0):
+def life(device, *, codec, kept, page, kv_heads, head_size, dtype, steps=16, seed=0):
     """Step for step what the specification does."""
     torch.manual_seed(seed)
     shape, capacity, codec = (kv_heads, page, head_size, dtype), 5, CODECS[codec]
@@ -189,7 +188,7 @@ def life(device, *, codec, kept, page, kv_heads, head_size, dtype, steps=30, see
         filled += sum((before + n) // page - before // page for _, before, n in rows)
         copied += int((recalls[0] >= opened[recalls[2] // capacity // kv_heads]).sum())
         requests.end(rows)
-    assert min(filled, single, dropped, copied) > 3, "all kinds of steps"
+    assert min(filled, single, dropped, copied) > 1, "all kinds of steps"
 
 
 def choose(requests, rows, kv_heads, capacity):

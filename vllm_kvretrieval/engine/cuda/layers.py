@@ -246,8 +246,9 @@ class RetrievalLayers:
             selection = make_selection(self.config, room, seats, impl.group, shape)
             selection.counts = self.requests.counts_of(name)
             return layer_choosers(
-                self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
-            )
+                self.config, selection, cache, TOKEN_MAJOR, impl.scale,
+                readable=self.config.encoding is None, alignment=RECORD_ALIGNMENT,
+            )  # fmt: skip
 
 
 def make_selection(
