@@ -87,9 +87,9 @@ def test_encoded_pages_spare_the_bus():
     shares = {name: one["share"] for name, one in predict.predicted()["bus"]["ttkv"].items()}
     assert shares["raw"] == 1
     assert shares["k8v4"] <= 0.4
-    launches = counted.decode_step(
-        counted.served("ttkv", "host"), batch=1, context=1 << 17, units=9
-    )
+    config = counted.served("ttkv", "host")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=1 << 17, units=9)
     assert [launch.kernel for launch in launches] == [
         "_write_kernel", "_write_open_kernel", "_select_kernel", "_resolve_kernel",
         "_recall_encoded_kernel", "_sparse_decode_kernel",

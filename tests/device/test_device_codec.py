@@ -32,8 +32,8 @@ STOCK = {
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 TOLERANCE = 0.05
-"""The tolerance of log-probs, whose sums differ in float16, and with them some codes of 4 bits. What
-the codecs do to the answers is ten times as much."""
+"""The tolerance of log-probs, whose sums differ in float16, and with them some codes of 4 bits. A
+codec does ten times as much to the answers."""
 
 
 def prompt(tokens, seed):

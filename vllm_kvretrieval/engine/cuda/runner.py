@@ -108,6 +108,7 @@ class RetrievalModelRunner(GPUModelRunner):
             allocated = one_block(self.vllm_config, kv_cache_config)
         super().initialize_kv_cache(allocated, is_profiling, **options)
         if moves:
+            assert tiers is not None
             (group,) = kv_cache_config.kv_cache_groups
             at_home = self.retrieving(group.layer_names)
             home = move_home(self, kv_cache_config, at_home, tiers.home, self.map_home)

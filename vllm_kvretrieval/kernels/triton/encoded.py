@@ -25,8 +25,9 @@ from vllm_kvretrieval.retrieval.codec.rows import Rows
 from vllm_kvretrieval.retrieval.codec.sparse import Sparse
 
 TILE = 4096
-"""Elements that a program decodes at a time, at most; half as many are encoded, which takes more
-registers."""
+"""Codes in a tile: bytes that a program decodes at a time, at most."""
+ENCODED = 2048
+"""Elements that it encodes at a time, at most, which takes more registers."""
 SHARING = 16
 """Programs that share the pages of a row and a KV head, where rows may have several tokens."""
 WARPS = 8
@@ -446,7 +447,7 @@ def write_open(
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
     if len(rows) == 0:
         return
-    layout = _layout(store, TILE // 2)
+    layout = _layout(store, encodes=True)
     _write_open_kernel[(len(rows) * kv_heads, 1 if len(key) == len(rows) else SHARING)](
         key,
         value,
@@ -628,15 +629,15 @@ def _check_written(
     return sizes
 
 
-def _layout(store: EncodedUnits, tile: int = TILE) -> dict[str, Any]:
-    """Where the parts of a unit begin, and how its rows are encoded, and divided into tiles of so
-    many elements at most."""
+def _layout(store: EncodedUnits, *, encodes: bool = False) -> dict[str, Any]:
+    """Where the parts of a unit begin, and how its rows are encoded, and divided into tiles, to be
+    decoded or to be encoded."""
     codec, (page, row) = store.codec, store.open.shape[3:]
     assert isinstance(codec, Quantised)
     head_size = row // 2
     key_words, value_words, key_codes, _ = codec.parts(page, head_size)
-    keys = _of_rows("KEY", codec.keys, head_size, page, tile)
-    values = _of_rows("VALUE", codec.values, page, head_size, tile)
+    keys = _of_rows("KEY", codec.keys, head_size, page, encodes)
+    values = _of_rows("VALUE", codec.values, page, head_size, encodes)
     return {
         **keys,
         **{name: number for name, number in values.items() if name != "VALUE_PARTS"},
@@ -647,9 +648,10 @@ def _layout(store: EncodedUnits, tile: int = TILE) -> dict[str, Any]:
     }
 
 
-def _of_rows(name: str, rows: Rows, count: int, length: int, tile: int) -> dict[str, int]:
+def _of_rows(name: str, rows: Rows, count: int, length: int, encodes: bool) -> dict[str, int]:
     """How so many rows of a length are encoded, and divided into parts."""
     apart = count * rows.bits // 8
+    tile = ENCODED * rows.bits // 8 if encodes else TILE
     tall = min(tile // triton.next_power_of_2(length), triton.next_power_of_2(apart))
     return {
         f"{name}_WAY": WAYS[type(rows)],

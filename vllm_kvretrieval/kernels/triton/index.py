@@ -134,11 +134,11 @@ def check_store(
     if type(store.index) not in kinds:
         known = ", ".join(kind.name for kind in kinds)
         raise ValueError(f"there is no kernel for index={store.index.name}; use one of {known}")
-    page, size, known = store.page_size, store.head_size, store.cache
+    page, size, held = store.page_size, store.head_size, store.cache
     pages, kv_heads = store.pages, store.kv_heads
-    if known is not None and (cache is None or known.data_ptr() == cache.data_ptr()):
-        check_units("the index's cache", known, store.dtype)
-        pages, kv_heads, page, size = *known.shape[:3], known.shape[3] // 2
+    if held is not None and (cache is None or held.data_ptr() == cache.data_ptr()):
+        check_units("the index's cache", held, store.dtype)
+        pages, kv_heads, page, size = *held.shape[:3], held.shape[3] // 2
     elif cache is not None or not store.index.grows:
         raise ValueError("the index is not over the cache that is written")
     sizes = size, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
