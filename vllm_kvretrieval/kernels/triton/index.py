@@ -138,7 +138,8 @@ def check_store(
     pages, kv_heads = store.pages, store.kv_heads
     if held is not None and (cache is None or held.data_ptr() == cache.data_ptr()):
         check_units("the index's cache", held, store.dtype)
-        pages, kv_heads, page, size = *held.shape[:3], held.shape[3] // 2
+        pages, kv_heads, page, width = held.shape
+        size = width // 2
     elif cache is not None or not store.index.grows:
         raise ValueError("the index is not over the cache that is written")
     sizes = size, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
