@@ -65,7 +65,8 @@ class Launch:
 
 
 def served(method: str, home: str, budget: int = 2048) -> RetrievalConfig | None:
-    """Options of an engine with a preset on a GPU; None: it is refused there."""
+    """Options of an engine with a preset on a GPU; None: it is refused there, or its steps are no
+    graphs, which are those that bring whole contexts to the device."""
     try:
         config = RetrievalConfig(method=method, home=home, budget=budget)
         refusals.check_options(config)
@@ -73,7 +74,7 @@ def served(method: str, home: str, budget: int = 2048) -> RetrievalConfig | None
         refusals.check_methods(config)
     except RetrievalConfigError:
         return None
-    return config
+    return None if config.own.whole and config.home == "host" else config
 
 
 def presets() -> Iterator[tuple[str, str, RetrievalConfig]]:

@@ -15,12 +15,15 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRequests,
     DeviceRows,
 )
+from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -43,6 +46,10 @@ CONTEXTS = (1024, 4096, 65536)
 """Pages; 4096 are 128K tokens, and more are ranked in tiles."""
 INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
 PAGE = 32
+LONG_PAGE, CODEC = 128, "k8v4"
+"""Pages and codec of TTKV."""
+OPEN_PAGES = 5
+"""Of a request, that are not yet encoded."""
 KV_HEADS, GROUP = 8, 4
 
 
@@ -101,6 +108,11 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"cut {CONTEXTS[1]} pages", step.cut
     step = Step(MinMax(), COMMON)
     yield f"plan_decode positions d{COMMON}", partial(step.select, positions=True)
+    for head_size in HEAD_SIZES:
+        yield from _calls_of_codec(CODEC, head_size)
+    for codec in (name for name in CODECS if name != CODEC and serves(CODECS[name])):
+        yield from _calls_of_codec(codec, COMMON, PAGE)
+    yield f"update_index {MinMax().name} d{COMMON}", Step(MinMax(), COMMON).update
     yield from _calls_of_one_head()
 
 
@@ -113,8 +125,41 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"plan_decode {MinMax().name} {kept}", step.select
     yield f"index {Mean().name} {kept}", Step(Mean(), COMMON, kv_heads=1).build
     yield f"list_kept {ONE_HEAD}", Step(Exact(), COMMON, kv_heads=1).list_kept
+    yield from _calls_of_codec(CODEC, COMMON, kv_heads=1)
     for name, ahead in (("resolve", False), ("resolve_ahead", True)):
         yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
+
+
+def _calls_of_codec(
+    codec: str, head_size: int, page: int = LONG_PAGE, kv_heads: int = KV_HEADS
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Of the kernels of an encoded home."""
+    row = 2 * head_size
+    shape = 1, OPEN_PAGES, kv_heads, page, row
+    nbytes = CODECS[codec].unit_bytes(page, head_size, torch.bfloat16)
+    store = EncodedUnits(
+        CODECS[codec],
+        torch.empty(1, kv_heads, nbytes, dtype=torch.uint8),
+        torch.empty(shape, dtype=torch.bfloat16),
+        torch.empty(1, dtype=torch.int32),
+    )
+    residency = _residency(CAPACITIES[0], kv_heads)
+    slots = torch.empty(kv_heads * CAPACITIES[0], page, row, dtype=torch.bfloat16)
+    tokens = torch.empty(1, kv_heads, head_size, dtype=torch.bfloat16)
+    recalls, buffer = Recalls.empty(16, "cpu"), store.open[0]
+    numbers = torch.empty(1, dtype=torch.int32)
+    of_rows = numbers[:, None], numbers, numbers, numbers
+    name = f"{codec} d{head_size}" if kv_heads > 1 else f"{codec} {ONE_HEAD} d{head_size}"
+    yield (
+        f"write_open {name}",
+        partial(kernels.write_open, tokens, tokens, _rows(), store, residency),
+    )
+    yield f"keep_open {name}", partial(kernels.keep_open, tokens, tokens, _rows(), store)
+    yield (
+        f"recall_encoded {name}",
+        partial(kernels.recall_encoded, store, slots, residency, recalls),
+    )
+    yield f"stage_encoded {name}", partial(kernels.stage_encoded, store, buffer, *of_rows)
 
 
 def _slots(
@@ -233,6 +278,11 @@ class Step:
             device="cpu",
             positions=positions,
         )
+
+    def update(self) -> None:
+        """An index that grows, and no cache."""
+        keys = self._query[:, : self._store.kv_heads]
+        kernels.update_index(keys, _rows().slot_mapping, self._store)
 
     def write(self) -> None:
         """The cache, and an index that grows."""

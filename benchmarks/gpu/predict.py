@@ -24,8 +24,10 @@ from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
 from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
+from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 from vllm_kvretrieval.retrieval.needs import Need
 
@@ -33,7 +35,8 @@ MODULE = "benchmarks.gpu.predict"
 MODEL = Path(__file__).parent / "llama-3.1-8b"
 OUTPUT = RESULTS / "gpu_predicted.json"
 LENGTHS, BATCHES = (2048, 16384, 32768, 131072), (1, 8)
-METHOD = "freekv"
+METHOD, ENCODED, BUDGET = "freekv", "ttkv", 2048
+"""The method of all steps, one whose pages are encoded, and the budget."""
 LONGEST = LENGTHS[-1]
 
 UNITS = 132
@@ -85,8 +88,10 @@ FIXED = {
     "_cut_kernel": 3.0,
     "_list_kept_kernel": 3.0,
     "_resolve_kernel": 12.0,
+    "_write_open_kernel": 3.0,
 }
 """us of launches that move little. Guesses."""
+RECALLS = "_recall_kernel", "_recall_encoded_kernel"
 SCORE, RECALL = 3.0, 3.0
 """us of scores and of recall beside their bytes. Guesses."""
 
@@ -118,6 +123,15 @@ class Sizes:
     def token_bytes(self) -> int:
         """Of keys and values of a token in all KV heads."""
         return self.shape.kv_heads * 2 * self.shape.head_size * DTYPE.itemsize
+
+    @property
+    def home_bytes(self) -> float:
+        """The same as they lie at home."""
+        codec, shape = self.config.encoding, self.shape
+        if codec is None:
+            return self.token_bytes
+        of_head = codec.bytes_per_token(self.config.page_size, shape.head_size, DTYPE)
+        return shape.kv_heads * of_head
 
     @property
     def pages(self) -> int:
@@ -209,10 +223,19 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             slots = math.prod(launch.grid) * values["capacity"]
             books = 16 * slots + 16 * sizes.listed / sizes.config.page_size
             return books + (0 if launch.side else 2 * sizes.batch * sizes.token_bytes)
-        case "_recall_kernel":
+        case "_write_open_kernel":
+            return 2 * sizes.batch * sizes.token_bytes + sizes.batch * sizes.home_bytes
+        case "_recall_kernel" | "_recall_encoded_kernel":
             share = AHEAD if launch.side else MISSED
-            return share * sizes.listed * 2 * shape.head_size * DTYPE.itemsize
+            return share * sizes.listed * sizes.home_bytes / shape.kv_heads
     return 0
+
+
+def over_the_bus(sizes: Sizes) -> float:
+    """Bytes of a retrieval layer's step that cross the bus: units that are recalled, and tokens,
+    which cross it as they are written, or with the rest of a page that is encoded."""
+    recalled = (one for one in launches_in(sizes) if one.kernel in RECALLS)
+    return sizes.batch * sizes.home_bytes + sum(must_move(one, sizes) for one in recalled)
 
 
 def _score(launch: Launch, sizes: Sizes) -> float:
@@ -259,7 +282,7 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
         return dense_us(sizes)
     if launch.kernel in FIXED:
         return FIXED[launch.kernel]
-    if launch.kernel == "_recall_kernel":
+    if launch.kernel in RECALLS:
         return RECALL + us(must_move(launch, sizes), BUS)
     works = sizes.entries if launch.kernel != "_sparse_decode_kernel" else sizes.listed
     if not works or launch.values.get("NUMBER"):
@@ -299,7 +322,7 @@ def layer_us(sizes: Sizes) -> tuple[float, float, float]:
         sum(launch_us(e, sizes) + GAP * launches_of(e) for e in launches if e.side == side)
         for side in (False, True)
     )
-    shared = (e for e in launches if e.side and e.kernel != "_recall_kernel")
+    shared = (e for e in launches if e.side and e.kernel not in RECALLS)
     return path, beside, sum(us(must_move(e, sizes)) for e in shared)
 
 
@@ -402,7 +425,28 @@ def predicted() -> dict[str, Any]:
                     "cache_gib": round(cache, 2),
                     "fits": engine == "host" or cache < room,
                 }
-    return {"results": results, "presets": of_presets(model, served)}
+    return {
+        "results": results,
+        "presets": of_presets(model, served),
+        "bus": of_codecs(model),
+    }
+
+
+def of_codecs(model: Model) -> dict[str, dict[str, dict[str, float]]]:
+    """By preset and codec: bytes over the bus per step of a retrieval layer, of one request of the
+    longest context, their share of those without a codec, and the step."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in (METHOD, ENCODED):
+        for codec in filter(lambda codec: codec.name == RAW or serves(codec), CODECS.values()):
+            config = RetrievalConfig(method=name, home="host", budget=BUDGET, codec=codec.name)
+            moved = over_the_bus(Sizes(config, 1, LONGEST, model.shape))
+            of_preset = found.setdefault(name, {})
+            of_preset[codec.name] = {
+                "bytes": round(moved),
+                "share": round(moved / of_preset.get(RAW, {"bytes": moved})["bytes"], 3),
+                "ms": round(model.step_us(config, 1, LONGEST) / 1e3, 2),
+            }
+    return found
 
 
 def of_presets(

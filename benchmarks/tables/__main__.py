@@ -57,6 +57,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "first": steps.first,
     "fits": fits.contexts,
     "key_ranks": quality.key_ranks,
+    "bus": gpu.bus,
     "launches": gpu.launches,
     "layers": prompts.layers,
     "levels": indexes.levels,

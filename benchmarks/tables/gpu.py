@@ -69,6 +69,18 @@ def launches(results: Results, options: Options) -> str:
     return markdown(["preset", *parts, "predicted step, ms: device", "host"], rows)
 
 
+def bus(results: Results, options: Options) -> str:
+    """Bytes over the bus in a step of a retrieval layer: a row per preset and codec."""
+    (store,) = results.values()
+    rows = []
+    for name, codecs in store["bus"].items():
+        for codec, found in codecs.items():
+            kib, share = f"{found['bytes'] / 1024:.0f}", f"{found['share']:.2f}"
+            rows.append([f"`{name}`", f"`{codec}`", kib, share, f"{found['ms']:.1f}"])
+    header = ["preset", "`codec`", "KiB over the bus", "to raw", "predicted step, ms"]
+    return markdown(header, rows)
+
+
 def _time(step: Mapping[str, Any]) -> str:
     if "ms" not in step:
         return "does not fit"

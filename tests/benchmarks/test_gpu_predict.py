@@ -24,6 +24,7 @@ def test_the_committed_table_is_of_todays_launches():
     assert stored is not None
     assert now["presets"] == stored["presets"], AGAIN
     assert now["results"] == stored["results"], AGAIN
+    assert now["bus"] == stored["bus"], AGAIN
 
 
 def test_a_launch_more_is_seen(monkeypatch):
@@ -76,8 +77,24 @@ def test_what_gpus_refuse_is_not_predicted():
         ("fier", "host"),
         ("snapkv", "host"),
         ("h2o", "device"),
-        ("ttkv", "host"),
+        ("ttkv", "device"),
+        ("kivi", "host"),
     }
+    assert ("ttkv", "host") in served
+
+
+def test_encoded_pages_spare_the_bus():
+    """TTKV's codec, to pages as the model made them; and every launch is one that is known."""
+    shares = {name: one["share"] for name, one in predict.predicted()["bus"]["ttkv"].items()}
+    assert shares["raw"] == 1
+    assert shares["k8v4"] <= 0.4
+    config = counted.served("ttkv", "host")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=1 << 17, units=9)
+    assert [launch.kernel for launch in launches] == [
+        "_write_kernel", "_write_open_kernel", "_select_kernel", "_resolve_kernel",
+        "_recall_encoded_kernel", "_sparse_decode_kernel",
+    ]  # fmt: skip
 
 
 def test_layers_that_follow_a_filter_select_nothing():

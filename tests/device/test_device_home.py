@@ -76,8 +76,8 @@ def watch_attaching():
     """Note the caches of this process."""
     attach = RetrievalModelRunner._attach_retrieval
 
-    def noting(runner, tiers, is_profiling):
-        attach(runner, tiers, is_profiling)
+    def noting(runner, tiers, encoded, is_profiling):
+        attach(runner, tiers, encoded, is_profiling)
         full = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
         caches.append((runner.retrieval_layers.tier is not None, [d.num_reqs for d in full]))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support import slot_checks, triton_checks
+from tests.support import encoded_checks, slot_checks, triton_checks
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU and a CUDA build of torch", allow_module_level=True)
@@ -42,6 +42,14 @@ def test_stage_context(head_size, page, programs):
 
 def test_far_units():
     slot_checks.far_units("cuda")
+
+
+@pytest.mark.parametrize("codec", ["k8v4", "k4v4", "k2v2"])
+@pytest.mark.parametrize("dtype", triton_checks.DTYPES)
+@pytest.mark.parametrize(("head_size", "page", "kept"), [(64, 16, 1), (96, 32, 0), (128, 128, 4)])
+def test_encoded_pages(codec, dtype, head_size, page, kept):
+    shape = {"page": page, "kv_heads": 3, "head_size": head_size, "dtype": dtype}
+    encoded_checks.life("cuda", codec=codec, kept=kept, **shape)
 
 
 @pytest.mark.parametrize("dtype", triton_checks.DTYPES)

@@ -19,8 +19,9 @@ from vllm_kvretrieval.attention.cuda import refusals as cuda_refusals
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.choices import HOMES
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.options.source import options_of, selected_method
+from vllm_kvretrieval.options.source import add_options, options_of, selected_method
 from vllm_kvretrieval.platforms.cpu import CpuRetrieval
+from vllm_kvretrieval.platforms.cuda import CudaRetrieval
 from vllm_kvretrieval.retrieval.presets import OWN
 
 GIVEN = ((), *((("home", home),) for home in HOMES))
@@ -67,6 +68,7 @@ class Device:
         try:
             if self.device == "cuda":
                 cuda_refusals.check_preset(method, options_of(config))
+                add_options(config, CudaRetrieval.finer_options(config, method))
             own: Any = RetrievalConfig.from_vllm(config)
             self.support.check_engine(config, own)
         except RetrievalConfigError as error:
@@ -108,19 +110,25 @@ def test_a_method_that_gpus_lack_is_refused_by_its_name(device):
         messages = {device.refusal((name, given)) for given in GIVEN}
         if all(message and "GPU" in message and f"{name} " in message for message in messages):
             (refused[name],) = messages
-    assert {"ttkv", "kivi", "kvquant", "snapkv", "h2o", "shadowkv"} < refused.keys()
-    encoded = [name for name, preset in OWN.items() if preset.codec != "raw"]
-    for name in encoded:
-        assert f"vllm serve MODEL --attention-backend {name}." in refused[name]
-        near = "quest --kv-retrieval.home host" if name == "ttkv" else "full"
-        assert f"nearest on a GPU: --attention-backend {near}, with" in refused[name]
+    assert {"kvquant", "snapkv", "h2o", "shadowkv"} < refused.keys()
+    assert refused.keys().isdisjoint({"ttkv", "kivi"})
+    assert "vllm serve MODEL --attention-backend kvquant." in refused["kvquant"]
+    assert "nearest on a GPU: --attention-backend full, with" in refused["kvquant"]
 
 
-def test_the_cuda_platform_asks_first(monkeypatch):
+def test_the_cuda_platform_asks_first():
     """Before the options are read, of which a home would be found to contradict the codec."""
-    from vllm_kvretrieval.platforms.cuda import CudaRetrieval
-
     CpuRetrieval.check_preset("ttkv", {})
-    with pytest.raises(RetrievalConfigError, match="ttkv is not served on a GPU yet"):
+    with pytest.raises(
+        RetrievalConfigError, match=r"which a GPU does in host memory; use home=host\.$"
+    ):
         CudaRetrieval.check_preset("ttkv", {"home": "device"})
+    CudaRetrieval.check_preset("ttkv", {})
     CudaRetrieval.check_preset("ttkv", {"codec": "raw"})
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("name", ["ttkv", "kivi"])
+def test_what_lies_on_a_disk_of_a_cpu_lies_in_host_memory_of_a_gpu(device, name):
+    assert device.refusal((name, ())) is None
+    assert "home=host" in device.refusal((name, (("home", "disk"),)))

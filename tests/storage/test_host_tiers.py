@@ -62,6 +62,24 @@ def test_a_gpu_serves_eight_long_contexts():
     assert tiers.device < (tiers.home + tiers.dense) / 9
 
 
+def test_encoded_pages_take_less_of_the_host():
+    """And the raw ones of each request some of the device, before slots do."""
+    cache = dataclasses.replace(LLAMA, retrieval_layers=32, dense_layers=0, block_size=128)
+    cache = dataclasses.replace(cache, block_bytes=128 * 8 * 256 * 2)
+    shape: dict[str, Any] = {"method": "ttkv", "home": "host", "budget": 2048}
+    tiers, raw = plan(cache, **shape), plan(cache, **shape, codec="raw")
+    unit = 2 * (128 + 128) + 128 * 128 * 3 // 2
+    assert tiers.home == tiers.blocks * 32 * 8 * unit
+    assert tiers.home / tiers.blocks < 0.39 * raw.home / raw.blocks
+    assert raw.open_pages == 0
+    assert tiers.open_pages == 8 * 32 * 5 * cache.block_bytes
+    assert tiers.device - raw.device == tiers.open_pages
+    tight = plan(cache, device=tiers.device - 1, home_bytes=tiers.home, **shape)
+    assert tight.capacity == tiers.capacity - 1
+    little = plan(cache, host=70 * GIB, **shape), plan(cache, host=70 * GIB, **shape, codec="raw")
+    assert little[0].blocks > 2.5 * little[1].blocks
+
+
 def test_fewer_slots_before_fewer_blocks():
     """There is always room to read ahead into; a home of the user's takes it from requests."""
     whole = plan()

@@ -42,6 +42,12 @@ class DevicePlatform(RetrievalPlatform, GraphPlatform):
     setting = GPU
 
     @classmethod
+    def finer_options(cls, vllm_config, method):
+        from vllm_kvretrieval.platforms.cuda import CudaRetrieval
+
+        return CudaRetrieval.finer_options(vllm_config, method)
+
+    @classmethod
     def add_drafter(cls, vllm_config, config):
         from vllm_kvretrieval.engine.cuda.drafting import add_drafter
 

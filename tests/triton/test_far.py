@@ -12,6 +12,7 @@ from tests.spec import device as device_reference
 from tests.spec import slots as slots_reference
 from tests.support.side_work import AtOnce, Delayed, Interleaved
 from vllm_kvretrieval.attention.cuda.far import FarTier
+from vllm_kvretrieval.attention.cuda.homes import RawHome
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import (
     Column,
@@ -34,6 +35,7 @@ SINK, WINDOW, SELECT = 1, 1, 2
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
 METHOD = make_method("freekv", "freekv", {}, PAGE)
+NOTHING_OPEN = np.zeros(SEATS, dtype=np.int32)
 SLOW = pytest.mark.slow
 
 
@@ -89,12 +91,12 @@ class Layers:
         if side is None:
             return
         buffers = torch.full((2, buffer_pages, *self.caches.shape[2:]), float("nan"), dtype=DTYPE)
-        self.staging = Staging(self.ops, side, buffers, Half)
+        self.staging = Staging(side, buffers, Half)
         self.tier = FarTier(
             self.ops, side, self.staging, layers=LAYERS, seats=SEATS, rows=SEATS,
             kv_heads=KV_HEADS, capacity=capacity, width=width, device="cpu",
         )  # fmt: skip
-        self.far = [self.tier.add(cache) for cache in self.caches]
+        self.far = [self.tier.add(RawHome(self.ops, cache)) for cache in self.caches]
         for layer in self.far:
             layer.slots.fill_(float("nan"))
 
@@ -103,7 +105,8 @@ class Layers:
         lead = common.num_reqs
         if self.far is not None:
             staged = common.is_prefilling.numpy() & (np.diff(common.query_start_loc_cpu) > 1)
-            lead = self.tier.begin_step(common, staged, reads_written=reads_written)
+            of_rows = common, staged, common.req_idx, NOTHING_OPEN
+            lead = self.tier.begin_step(*of_rows, reads_written=reads_written)
         rows = DeviceRows(
             torch.from_numpy(common.req_idx).int(),
             common.is_prefilling.int(),
@@ -143,7 +146,7 @@ class Layers:
                     query, key, value, rows, self.requests, methods, self.plan, self.room,
                     workspace, lse, SCALE, output,
                 )  # fmt: skip
-                far.attend_to_prompts(half, None, query, key, value, output)
+                far.attend_to_prompts(half, None, query, key, value, rows, output)
             outputs.append(output)
         if self.side is not None:
             self.side.wait()
@@ -301,10 +304,12 @@ def test_addresses_are_aligned(count):
     tables = [list(range(3 * row, 3 * row + 3)) for row in range(count + 1)]
     rows = [(table, 5, 20 if row else 1) for row, table in enumerate(tables)]
     staged = np.array([tokens > 1 for *_, tokens in rows])
-    assert far.tier.begin_step(prompts(*rows), staged, reads_written=False) == 1
+    seats = np.arange(count + 1)
+    of_rows = prompts(*rows), staged, seats, NOTHING_OPEN
+    assert far.tier.begin_step(*of_rows, reads_written=False) == 1
     (wave,) = far.staging.waves
     half = wave.metadata
-    of_kernel = wave.block_table, wave.lengths, wave.starts, wave.slot_mapping
+    of_kernel = wave.block_table, wave.lengths, wave.starts, wave.seats, wave.slot_mapping
     of_half = half.query_start_loc, half.seq_lens, half.block_table_tensor
     assert all(tensor.data_ptr() % 16 == 0 for tensor in of_kernel + of_half)
     assert wave.block_table.tolist() == tables[1:]

@@ -323,10 +323,9 @@ class Options:
     codec: str = option(
         None,
         one_described(CODECS),
-        "how `home=disk` holds pages that are full",
+        "how `home=disk`, and on a GPU `home=host`, hold pages that are full",
         "the method's, `raw` for most",
         neutral=RAW,
-        on_gpu="keep pages as the model made them",
     )
     streaming_attention: bool | None = option(
         None,

@@ -1,12 +1,15 @@
 """vLLM's CUDA platforms with retrieval."""
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.options.engine import RetrievalConfig
+from vllm_kvretrieval.options.source import options_of
 from vllm_kvretrieval.platforms.shared import RetrievalPlatform
 from vllm_kvretrieval.retrieval.needs import GPU
+from vllm_kvretrieval.retrieval.presets import presets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,6 +26,13 @@ class CudaRetrieval(RetrievalPlatform):
     @classmethod
     def check_preset(cls, method: str, options: Any) -> None:
         importlib.import_module(cls.refusals).check_preset(method, options)
+
+    @classmethod
+    def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
+        """A method that keeps the cache on a disk keeps it in host memory here."""
+        options = options_of(vllm_config)
+        at_home = presets()[method].home == "disk"
+        return {"home": "host"} if at_home and "home" not in (options or {}) else {}
 
     @classmethod
     def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:

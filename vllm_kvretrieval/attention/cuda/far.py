@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils import torch_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvretrieval.attention.cuda.homes import Home
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
@@ -33,6 +35,8 @@ class FarTier:
         capacity: Slots of a KV head of a seat.
         width: Most pages that a KV head attends to.
         device: Where the slots are.
+        opened: int32 [seats], on the device; ``EncodedUnits.first`` of the layers. None: their
+            homes are not encoded.
     """
 
     def __init__(
@@ -48,8 +52,9 @@ class FarTier:
         capacity: int,
         width: int,
         device: torch.device | str,
+        opened: torch.Tensor | None = None,
     ) -> None:
-        self.ops, self.side, self.staging = ops, side, staging
+        self.ops, self.side, self.staging, self._opened = ops, side, staging, opened
         self.kv_heads, self.capacity, self.layers = kv_heads, capacity, layers
         self.far: list[FarLayer] = []
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
@@ -64,26 +69,43 @@ class FarTier:
         """The number of slots of all layers, seats and KV heads."""
         return self.layers * len(self.traffic) * self.kv_heads * self.capacity
 
-    def add(self, home: torch.Tensor, slots: torch.Tensor | None = None) -> "FarLayer":
+    def add(self, home: Home, slots: torch.Tensor | None = None) -> "FarLayer":
         """Make the next layer of the model, with slots for parts of its cache.
 
         Args:
-            home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
+            home: The layer's cache, in host memory.
             slots: [slots / layers, page_size, 2 * head_size]; None: they are made.
         """
         if slots is None:
-            shape = self.slots // self.layers, *home.shape[2:]
+            shape = self.slots // self.layers, *home.unit
             slots = torch.empty(shape, dtype=home.dtype, device=self.step.device)
         self.far.append(FarLayer(self, len(self.far), home, slots))
         return self.far[-1]
 
     def begin_step(
-        self, common: CommonAttentionMetadata, staged: np.ndarray, *, reads_written: bool
+        self,
+        common: CommonAttentionMetadata,
+        staged: np.ndarray,
+        seats: np.ndarray,
+        opened: np.ndarray,
+        *,
+        reads_written: bool,
     ) -> int:
-        """Before every step, the replay of a graph included; see :meth:`Staging.begin_step`."""
+        """Before every step, the replay of a graph included; see :meth:`Staging.begin_step`.
+
+        No row leads where homes are encoded, since the dense half cannot read them.
+
+        Args:
+            common, staged, seats, reads_written: See there.
+            opened: int32 [>= seats]; see ``EncodedUnits.first``.
+        """
         self.step.add_(1)
         self._counts.zero_()
-        return self.staging.begin_step(common, staged, reads_written=reads_written)
+        lead = self.staging.begin_step(common, staged, seats, reads_written=reads_written)
+        if self._opened is None:
+            return lead
+        torch_utils.async_tensor_h2d(opened[: len(self._opened)], out=self._opened)
+        return 0
 
     def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
         """The units that a layer misses, and those that it recalls ahead."""
@@ -98,17 +120,26 @@ class FarLayer:
     Args:
         tier: The tier that the layer belongs to.
         number: The layer's place among the tier's layers, in the order of the model.
-        home: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
+        home: The layer's cache.
         slots: [seats * kv_heads * capacity, page_size, 2 * head_size].
     """
 
-    def __init__(self, tier: FarTier, number: int, home: torch.Tensor, slots: torch.Tensor) -> None:
-        self._tier, self._home, self.slots = tier, home, slots
+    def __init__(self, tier: FarTier, number: int, home: Home, slots: torch.Tensor) -> None:
+        self._tier, self.home, self.slots = tier, home, slots
         self._place = tier.staging.add(home)
         self._missed, self._early = tier.recalls(number)
         self._residency = Residency.empty(
             kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
         )
+
+    def begin(self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows) -> None:
+        """Take in what the cache needs of the rows of a step, before these attend.
+
+        Args:
+            key, value: [tokens, kv_heads, head_size]; of the step.
+            rows: The rows.
+        """
+        self.home.begin(key, value, rows, self._residency)
 
     def attend_to_selection(
         self,
@@ -173,9 +204,7 @@ class FarLayer:
         self._recall(self._early, AHEAD_PROGRAMS)
 
     def _recall(self, units: Recalls, programs: int) -> None:
-        self._tier.ops.recall_units(
-            self._home, self.slots, units.sources, units.targets, units.count, programs=programs
-        )
+        self.home.recall(self.slots, self._residency, units, programs)
 
     def attend_to_prompts(
         self,
@@ -184,6 +213,7 @@ class FarLayer:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        rows: DeviceRows,
         output: torch.Tensor,
         *scales: torch.Tensor | None,
     ) -> None:
@@ -194,6 +224,7 @@ class FarLayer:
             layer: vLLM's.
             query, output: [tokens, heads, head_size]; ``output`` is written.
             key, value: [tokens, kv_heads, head_size]; of this step.
+            rows: The rows of the step.
             scales: The scales of the output.
         """
         tier = self._tier
@@ -202,3 +233,5 @@ class FarLayer:
             own = query[of_wave], key[of_wave], value[of_wave]
             tier.ops.write_kv(*own[1:], wave.slot_mapping, buffer, ())
             half.forward(layer, *own, buffer, wave.metadata, output[of_wave], *scales)
+        if tier.staging.waves:  # nobody reads the contexts of this layer any more
+            self.home.end(key, value, rows)

@@ -151,7 +151,10 @@ class RetrievalAttentionImpl(AttentionImpl):
         if self.methods:
             assert self.workspace is not None
             drafted = self.workspace.queries > 1
-            self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes, drafted=drafted)
+            if self.far is not None:
+                self.far.home.write(key, value, slot_mapping, self.indexes, drafted=drafted)
+            else:
+                self.ops.write_kv(key, value, slot_mapping, kv_cache, self.indexes, drafted=drafted)
         else:
             self.half.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
@@ -175,6 +178,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             if self.filter is not None and step is not None:
                 self._filter(query, step)
             return output
+        if self.far is not None:
+            self.far.begin(key, value, step.rows)
         if step.lead:
             own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
             self.half.forward(layer, *own[:3], kv_cache, step.rest, own[3], *scales)
@@ -182,7 +187,9 @@ class RetrievalAttentionImpl(AttentionImpl):
         if step.sparse:
             self._attend_to_selection(query, key, value, step.rows, output)
         if self.far is not None:
-            self.far.attend_to_prompts(self.half, layer, query, key, value, output, *scales)
+            self.far.attend_to_prompts(
+                self.half, layer, query, key, value, step.rows, output, *scales
+            )
         if step.watches:
             for method in self.methods:
                 if isinstance(method, LayerWatcher):

@@ -150,7 +150,9 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             new = np.diff(common.query_start_loc_cpu.numpy()[: lead + 1])
             lead = self.tier.begin_step(
                 common,
-                self.requests.of_prompts(new),
+                self.requests.staged(new),
+                self.requests.seats(lead),
+                self.requests.opened(),
                 reads_written=self.requests.may_read_written(),
             )
         masked = first_rows(common, lead).replace(seq_lens=rows.dense_lens[:lead])

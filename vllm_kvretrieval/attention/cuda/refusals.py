@@ -9,13 +9,14 @@ import torch
 from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.methods import make_method
 from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
-from vllm_kvretrieval.retrieval.codec import RAW
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
@@ -136,14 +137,16 @@ def check_preset(name: str, options: Any) -> None:
     """Refuse a method that there are no kernels for, before anything else about it.
 
     A method whose pages are encoded stands for its codec, so no option is named by which it would
-    be another method. If the user names a codec, or options that are wrong, later checks judge.
+    be another method. If the user names a codec, or options that are wrong, later checks judge. A
+    codec in the GPU's own memory is refused here, since later the CPU's remedy would be named.
 
     Args:
         name: The preset's name.
         options: The ``kv_retrieval`` options as the user wrote them.
     """
     preset, given = presets()[name], options if isinstance(options, Mapping) else {}
-    if preset.codec == RAW or "codec" in given:
+    codec = given.get("codec", preset.codec)
+    if codec == RAW or not isinstance(codec, str) or codec not in CODECS:
         own = {key: given[key] for key in OF_METHOD if key in given}
         try:
             method = make_method(name, name, own, given.get("page_size", preset.page_size))
@@ -151,38 +154,40 @@ def check_preset(name: str, options: Any) -> None:
             return
         check_method(method)
         return
-    near = _nearest(preset)
-    home = "" if _made(near).whole else " --kv-retrieval.home host"
-    raise RetrievalConfigError(
-        f"{name} is not served on a GPU yet, where no pages are encoded (codec {preset.codec}). On "
-        f"a CPU vLLM's CPU build serves it: vllm serve MODEL --attention-backend {name}. The "
-        f"nearest on a GPU: --attention-backend {near}{home}, with pages as the model made them."
-    )
+    if not serves(CODECS[codec]) and "codec" not in given:
+        near = _nearest(preset)
+        raise RetrievalConfigError(
+            f"{name} is not served on a GPU yet, where no pages are encoded by codec {codec}. On "
+            f"a CPU vLLM's CPU build serves it: vllm serve MODEL --attention-backend {name}. The "
+            f"nearest on a GPU: --attention-backend {near}, with pages as the model made them."
+        )
+    if given.get("home", preset.home) == "device":
+        raise RetrievalConfigError(
+            f"kv_retrieval.home='device': {name} has its pages encoded (codec={codec}), which a "
+            f"GPU does in host memory; use home=host{_or_raw(preset)}."
+        )
+
+
+def _or_raw(preset: Preset) -> str:
+    """A remedy, unless a method is one by its codec."""
+    return f", or codec={RAW}" if preset.codec == RAW else ""
 
 
 def _nearest(preset: Preset) -> str:
-    """The name of a method that is served, with a preset's schedule, and its index if there is
-    one."""
-
-    def near(name: str) -> tuple[bool, bool]:
-        other = presets()[name]
-        return other.schedule == preset.schedule, other.index == preset.index
-
-    return max(filter(_is_served, presets()), key=near)
+    """The name of a method that is served with pages as they are, and with a preset's schedule."""
+    return max(
+        filter(_is_served, presets()), key=lambda n: presets()[n].schedule == preset.schedule
+    )
 
 
 def _is_served(name: str) -> bool:
-    """Whether a preset is served as it comes."""
+    """Whether a preset is served as it comes, with pages as they are."""
+    preset = presets()[name]
     try:
-        check_method(_made(name))
+        check_method(make_method(name, name, {}, preset.page_size))
     except RetrievalConfigError:
         return False
-    return presets()[name].codec == RAW
-
-
-def _made(name: str) -> Method:
-    """The method of a preset as it comes."""
-    return make_method(name, name, {}, presets()[name].page_size)
+    return preset.codec == RAW
 
 
 def check_options(config: RetrievalConfig) -> None:
@@ -232,6 +237,7 @@ def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> Non
         )
     if config.slow_home:
         GPU_HOST.check(config.methods.values(), f"kv_retrieval.home={config.home}")
+    _check_codec(config, drafts)
     pages = -(-(config.budget_limit + drafts) // config.page_size)
     if config.slow_home and pages > MOST_SLOTS:
         raise RetrievalConfigError(
@@ -239,6 +245,36 @@ def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> Non
             f"{config.budget_limit + drafts} tokens have {pages} of page_size={config.page_size}; "
             "lower budget (or max_budget), or use larger pages."
         )
+
+
+def _check_codec(config: RetrievalConfig, drafts: int) -> None:
+    """Refuse what encoded pages do not go with."""
+    codec = config.encoding
+    if codec is None:
+        return
+    told, or_raw = f"kv_retrieval.codec={codec.name!r}", _or_raw(presets()[config.method])
+    if not serves(codec):
+        known = [f"codec={other.name}" for other in CODECS.values() if serves(other)]
+        raise RetrievalConfigError(
+            f"{told} is not served on a GPU yet; use {' or '.join(known)}{or_raw}."
+        )
+    if config.home != "host":
+        raise RetrievalConfigError(
+            f"{told} encodes pages in host memory on a GPU, and home={config.home} may be the "
+            f"GPU's own; use home=host{or_raw}."
+        )
+    if drafts:
+        raise RetrievalConfigError(
+            f"{told} encodes pages for good, and {drafts} drafts of a step may be taken back; "
+            f"leave --speculative-config (or drafts) out{or_raw}."
+        )
+    for method in config.methods.values():
+        if method.index is not None and not method.index.grows:
+            raise RetrievalConfigError(
+                f"{told} is served on a GPU with index=min_max, which takes keys in as they come, "
+                f"and {method.name} has index={method.index.name}, whose records are made of the "
+                f"pages; use index=min_max{or_raw}."
+            )
 
 
 def check_methods(config: RetrievalConfig) -> None:
@@ -299,6 +335,12 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     if not has_foreign_connector(vllm_config):
         return
     transfer = vllm_config.kv_transfer_config
+    if config.encoding is not None:
+        raise RetrievalConfigError(
+            f"kv_retrieval.codec={config.codec!r} does not go with another KV connector on a GPU "
+            "yet: nobody would encode the blocks that it fills. Leave --kv-transfer-config (or "
+            f"--kv-offloading-size) out{_or_raw(presets()[config.method])}."
+        )
     if transfer is None or vllm_config.cache_config.kv_offloading_size is not None:
         raise RetrievalConfigError(
             f"{config.method} does not support vLLM's offloading on a GPU yet: nobody would index "

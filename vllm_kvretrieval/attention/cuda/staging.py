@@ -9,6 +9,7 @@ import torch
 from vllm.utils import torch_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvretrieval.attention.cuda.homes import Home
 from vllm_kvretrieval.attention.cuda.side import SideWork
 
 ALIGNED = 4
@@ -25,6 +26,7 @@ class Wave:
         block_table: int32 [rows, >= pages]; where the contexts are at home.
         lengths: int32 [rows]; tokens of each context before this step.
         starts: int32 [rows]; the page of the buffer where each begins.
+        seats: int32 [rows]; whose they are.
         slot_mapping: int64 [tokens]; where the step's tokens belong in the buffer.
     """
 
@@ -33,6 +35,7 @@ class Wave:
     block_table: torch.Tensor
     lengths: torch.Tensor
     starts: torch.Tensor
+    seats: torch.Tensor
     slot_mapping: torch.Tensor
 
 
@@ -40,19 +43,18 @@ class Staging:
     """Two buffers: while a layer attends to one, the next layer's contexts come to the other.
 
     Args:
-        ops: Implementation of ``SlotOps.stage_context``.
-        side: Runs it beside the model.
+        side: Runs beside the model what brings contexts.
         buffers: [2, pages, kv_heads, page_size, 2 * head_size]; one takes the longest context.
         make_builder: Makes a builder of the dense half's metadata.
     """
 
     def __init__(
-        self, ops: Any, side: SideWork, buffers: torch.Tensor, make_builder: Callable[[], Any]
+        self, side: SideWork, buffers: torch.Tensor, make_builder: Callable[[], Any]
     ) -> None:
-        self._ops, self._side, self._buffers = ops, side, buffers
+        self._side, self._buffers = side, buffers
         self._make_builder = make_builder
         self._builders: list[Any] = []  # some keep what they have planned in a buffer of their own
-        self._homes: list[torch.Tensor] = []
+        self._homes: list[Home] = []
         self._waves: list[Wave] = []
         self._ahead: tuple[int, int] | None = None
         self._place = 0
@@ -62,24 +64,25 @@ class Staging:
     def page_size(self) -> int:
         return self._buffers.shape[3]
 
-    def add(self, home: torch.Tensor) -> int:
-        """Number the next layer of the model whose contexts are staged.
-
-        Args:
-            home: [pages, kv_heads, page_size, 2 * head_size].
-        """
+    def add(self, home: Home) -> int:
+        """Number the next layer of the model whose contexts are staged."""
         self._homes.append(home)
         return len(self._homes) - 1
 
     def begin_step(
-        self, common: CommonAttentionMetadata, staged: np.ndarray, *, reads_written: bool
+        self,
+        common: CommonAttentionMetadata,
+        staged: np.ndarray,
+        seats: np.ndarray,
+        *,
+        reads_written: bool,
     ) -> int:
         """Divide a step's rows.
 
         Args:
             common: vLLM's metadata of the step.
-            staged: bool [rows]; which rows are of prompts, with several tokens: their contexts are
-                staged.
+            staged: bool [rows]; whose contexts are staged.
+            seats: int [rows]; whose rows these are; negative: nobody's.
             reads_written: Whether a row may read what another row writes in this step. Then no
                 context comes to the device before its layer has written the step's tokens.
 
@@ -103,7 +106,7 @@ class Staging:
         for row in range(first, common.num_reqs + 1):
             ends = row == common.num_reqs or not staged[row]
             if begin < row and (ends or taken + pages[row] > room):
-                self._waves.append(self._wave(common, begin, row, starts, lens, pages))
+                self._waves.append(self._wave(common, begin, row, starts, lens, pages, seats))
                 begin, taken = row, 0
             if ends:
                 begin = row + 1
@@ -119,14 +122,16 @@ class Staging:
         query_start: np.ndarray,
         lens: np.ndarray,
         pages: np.ndarray,
+        seats: np.ndarray,
     ) -> Wave:
         rows, count, width = slice(begin, end), end - begin, int(pages[begin:end].max())
         own = query_start[begin : end + 1] - query_start[begin]
         before = lens[rows] - np.diff(own)
         starts = np.cumsum(pages[rows]) - pages[rows]
         table = starts[:, None] + np.arange(width)
-        parts = before, lens[rows], starts, own, table.ravel()
-        lengths, whole, where, queries, tables = _on_device(parts, self._buffers.device)
+        whose = seats[rows].clip(0)
+        parts = before, lens[rows], starts, whose, own, table.ravel()
+        lengths, whole, where, of, queries, tables = _on_device(parts, self._buffers.device)
         positions = np.arange(own[-1]) + np.repeat(before - own[:-1], np.diff(own))
         slots = positions + np.repeat(starts * self.page_size, np.diff(own))
         slot_mapping = torch_utils.async_tensor_h2d(slots, device=self._buffers.device)
@@ -150,7 +155,7 @@ class Staging:
         metadata = builder.build(common_prefix_len=0, common_attn_metadata=staged)
         # A copy is aligned wherever the rows begin; see _on_device.
         table_of_rows = common.block_table_tensor[rows].clone()
-        return Wave(tokens, metadata, table_of_rows, lengths, where, slot_mapping)
+        return Wave(tokens, metadata, table_of_rows, lengths, where, of, slot_mapping)
 
     def _builder(self, number: int) -> Any:
         while len(self._builders) <= number:
@@ -192,10 +197,8 @@ class Staging:
         return layer + 1, 0
 
     def _stage(self, layer: int, wave: int, buffer: torch.Tensor) -> None:
-        of_step = self._waves[wave]
-        self._ops.stage_context(
-            self._homes[layer], buffer, of_step.block_table, of_step.lengths, of_step.starts
-        )
+        of = self._waves[wave]
+        self._homes[layer].stage(buffer, of.block_table, of.lengths, of.starts, of.seats)
 
 
 def _on_device(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

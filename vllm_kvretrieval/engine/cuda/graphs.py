@@ -101,6 +101,8 @@ class RetrievalGraphs(ModelCudaGraphManager, _Captures):
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         """See ``ModelCudaGraphManager.run_fullgraph``; with one half of attention if that does."""
+        if self.running.needs_eager:
+            raise RuntimeError("vLLM replays a step that brings whole contexts to the device")
         half = HalfOf.the(desc, self.running.attended())
         return super().run_fullgraph(half if half in self.graphs else desc)
 

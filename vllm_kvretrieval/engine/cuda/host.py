@@ -11,6 +11,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvretrieval.attention.cuda.far import FarTier
+from vllm_kvretrieval.attention.cuda.homes import EncodedHome, Home, RawHome
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.compat import limit_requests
@@ -23,6 +24,7 @@ from vllm_kvretrieval.engine.memory import (
 )
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
+from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.allocation import layers_at_home, move_kv_cache
 from vllm_kvretrieval.storage.tier_sizes import Cache
@@ -108,24 +110,41 @@ def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> Non
         tiers.capacity * config.page_size / config.budget_limit,
         tiers.seats,
     )
+    if tiers.open_pages:
+        logger.info(
+            "Pages are encoded (%s) when they are full; %s GiB of the device hold the last %d of "
+            "each request, as the model made them.",
+            config.codec,
+            format_gib(tiers.open_pages),
+            1 + config.open_pages,
+        )
 
 
 def move_home(
-    runner: Any, kv_cache_config: KVCacheConfig, at_home: Sequence[str], map_home: MapHome
-) -> None:
+    runner: Any,
+    kv_cache_config: KVCacheConfig,
+    at_home: Sequence[str],
+    nbytes: int,
+    map_home: MapHome,
+) -> torch.Tensor:
     """Put some layers of a model runner's KV cache in host memory.
 
     Args:
         runner: vLLM's V2 model runner, with a cache of one block, which is released.
         kv_cache_config: The cache that it gets; a single group of layers that are all alike.
         at_home: Names of the layers in host memory, in the order of the model.
+        nbytes: Bytes of these layers there. If that is not their size, they are encoded, and vLLM
+            gets a cache of theirs that has a shape, and no memory.
         map_home: Makes the host memory.
+
+    Returns:
+        uint8 [layers, bytes of each]; the host memory, as the device sees it.
     """
     blocks = kv_cache_config.num_blocks
     names, block_bytes = layers_at_home(kv_cache_config, (0,))
     dense = [name for name in names if name not in at_home]
-    began, nbytes = time.monotonic(), len(at_home) * blocks * block_bytes
-    home = map_home(nbytes, runner.device).view(torch.int8)
+    began, raw = time.monotonic(), len(at_home) * blocks * block_bytes
+    home = map_home(nbytes, runner.device)
     seconds = time.monotonic() - began
     logger.info(
         "KV retrieval has locked %.1f GiB of host memory in %.1f s (%.1f GiB/s).",
@@ -134,10 +153,14 @@ def move_home(
         nbytes / 2**30 / max(seconds, 1e-9),
     )
     memory = torch.zeros(len(dense) * blocks * block_bytes, dtype=torch.int8, device=runner.device)
-    places = (dense, memory), (at_home, home)
+    cache = home.view(torch.int8)
+    if nbytes != raw:
+        cache = torch.empty(raw, dtype=torch.int8, device="meta")
+    places = (dense, memory), (at_home, cache)
     kv_caches = move_kv_cache(runner, kv_cache_config, (0,), blocks, places)
     if has_kv_transfer_group():  # the connector knows only the small cache
         get_kv_transfer_group().register_kv_caches(kv_caches)
+    return home.view(len(at_home), -1)
 
 
 def limit_seats(runner: Any, seats: int) -> None:
@@ -160,7 +183,8 @@ def make_tier(
     config: RetrievalConfig,
     tiers: HostTiers,
     builder: Any,
-    homes: Sequence[torch.Tensor],
+    caches: Sequence[torch.Tensor],
+    encoded: Sequence[torch.Tensor],
     rows: int,
     drafts: int,
     *,
@@ -174,18 +198,24 @@ def make_tier(
         config: Options of the engine.
         tiers: Sizes.
         builder: Builder of the layers' metadata.
-        homes: The layers' caches, in the order of the model.
+        caches: The layers' caches as vLLM sees them, in the order of the model.
+        encoded: The memory of each, uint8, if pages are encoded; empty: none has been mapped, and
+            some of the device stands in for it.
         rows: Most rows of a step, those of captured graphs included.
         drafts: Most draft tokens of a row.
         one_layers_slots: Whether all layers share the slots of one, since nobody reads the answers.
     """
-    _, kv_heads, page_size, row = homes[0].shape
+    _, kv_heads, page_size, row = caches[0].shape
     shape, device = (2, tiers.staged, kv_heads, page_size, row), builder.device
-    buffers = torch.empty(shape, dtype=homes[0].dtype, device=device)
+    buffers = torch.empty(shape, dtype=caches[0].dtype, device=device)
+    opened, homes = None, list[Home](RawHome(ops, cache) for cache in caches)
+    if config.encoding is not None:
+        opened = torch.zeros(tiers.seats, dtype=torch.int32, device=device)
+        homes = _encoded(ops, config, caches, encoded, opened, alike=one_layers_slots)
     tier = FarTier(
         ops,
         side,
-        Staging(ops, side, buffers, builder.make_dense),
+        Staging(side, buffers, builder.make_dense),
         layers=len(homes),
         seats=tiers.seats,
         rows=rows,
@@ -193,7 +223,40 @@ def make_tier(
         capacity=tiers.capacity,
         width=listed_pages(config, drafts),
         device=device,
+        opened=opened,
     )
     for home in homes:
         tier.add(home, tier.far[0].slots if one_layers_slots and tier.far else None)
     return tier
+
+
+def _encoded(
+    ops: Any,
+    config: RetrievalConfig,
+    caches: Sequence[torch.Tensor],
+    encoded: Sequence[torch.Tensor],
+    opened: torch.Tensor,
+    *,
+    alike: bool,
+) -> list[Home]:
+    """Homes of layers whose pages are encoded; see :func:`make_tier`.
+
+    Args:
+        ops, config, caches, encoded: See there.
+        opened: See ``EncodedUnits.first``.
+        alike: Whether all layers share the open pages of one.
+    """
+    codec, homes = config.encoding, list[Home]()
+    assert codec is not None
+    pages, kv_heads, page_size, row = caches[0].shape
+    size = pages, kv_heads, codec.unit_bytes(page_size, row // 2, caches[0].dtype)
+    shape = len(opened), 1 + config.open_pages, kv_heads, page_size, row
+    for number, cache in enumerate(caches):
+        if not homes or not alike:
+            open_pages = torch.zeros(shape, dtype=cache.dtype, device=opened.device)
+        if encoded:
+            units = encoded[number].view(size)
+        else:
+            units = torch.empty(size, dtype=torch.uint8, device=opened.device)
+        homes.append(EncodedHome(ops, EncodedUnits(codec, units, open_pages, opened)))
+    return homes

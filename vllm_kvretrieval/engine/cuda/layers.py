@@ -126,6 +126,7 @@ class RetrievalLayers:
         layers: Mapping[str, Any],
         side: SideWork,
         tiers: HostTiers | None = None,
+        encoded: Mapping[str, torch.Tensor] | None = None,
         *,
         filters: Sequence[str] = (),
         is_profiling: bool = False,
@@ -137,16 +138,18 @@ class RetrievalLayers:
             layers: vLLM's layers, by name.
             side: Runs work beside the model.
             tiers: Sizes, if the cache of these layers is in host memory.
+            encoded: The memory of layers there by name, uint8, if their pages are encoded.
             filters: Names of the layers of the only group that list tokens for those after them.
             is_profiling: Whether nothing but graphs are captured, to measure their memory.
         """
         numbers = [extract_layer_index(name) for _, names in groups for name in names]
         for builder, names in groups:
             if tiers is not None:
-                homes = [layers[name].kv_cache for name in names]
+                caches = [layers[name].kv_cache for name in names]
+                memory = [encoded[name] for name in names] if encoded else []
                 rows = self.requests.capacity
                 self.tier = make_tier(
-                    self.ops, side, self.config, tiers, builder, homes, rows,
+                    self.ops, side, self.config, tiers, builder, caches, memory, rows,
                     self.requests.drafts, one_layers_slots=is_profiling,
                 )  # fmt: skip
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
@@ -256,8 +259,9 @@ class RetrievalLayers:
             selection.counts = self.requests.counts_of(name)
             selection.ends = self.requests.ends
             return layer_choosers(
-                self.config, selection, cache, TOKEN_MAJOR, impl.scale, alignment=RECORD_ALIGNMENT
-            )
+                self.config, selection, cache, TOKEN_MAJOR, impl.scale,
+                readable=self.config.encoding is None, alignment=RECORD_ALIGNMENT,
+            )  # fmt: skip
 
 
 def keeps_tokens(config: RetrievalConfig) -> bool:

@@ -142,6 +142,7 @@ class RunningRequests:
         device: Where the layers are.
 
     Attributes:
+        encoded: Whether full pages of these layers are encoded.
         room: How many units requests get of these heads.
         retrieval_heads: How many these are.
         kept: The prompts of requests whose methods keep some of their tokens; None: no method does.
@@ -167,6 +168,7 @@ class RunningRequests:
     ) -> None:
         self.config, self.capacity, self.device = config, capacity, device
         self._token_bytes, self._far, self.drafts = token_bytes, far, drafts
+        self.encoded = far and config.encoding is not None
         self._reader, self._heads = RequestReader(config), heads
         self.room, self.retrieval_heads = heads.room, heads.room.heads
         if config.memory_fraction is not None:
@@ -195,6 +197,7 @@ class RunningRequests:
         self.assumed: Attended | None = None
         self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
+        self._own = np.zeros(capacity, dtype=np.int32)  # the first page that a request writes
         self._tables: list[StagedWriteTensor] = []
         self._usage: list[Usage | None] = [None] * capacity
         self._seat_of: dict[str, int] = {}
@@ -312,6 +315,8 @@ class RunningRequests:
     def begin_step(self, batch: Batch) -> None:
         """Note a step's requests and count the step."""
         self.batch = batch
+        came = self._came[batch.seats]
+        self._own[batch.seats[came]] = batch.before[came] // self.config.page_size
         sparse, pages = self._sparse(batch), self._pages(batch.lens)
         attended = self._attended(batch, pages)
         booked = np.stack((batch.decodes, sparse, sparse * pages, sparse * attended), axis=1)
@@ -373,9 +378,11 @@ class RunningRequests:
         known = self._far or not self.drafts
         return Attended.SELECTIONS if known and listed.all() else Attended.BOTH
 
-    def of_prompts(self, tokens: np.ndarray) -> np.ndarray:
-        """bool [rows]; which rows of the step, those of padding included, have several tokens of a
-        prompt. Steps without requests have some where there are more than with all drafts.
+    def staged(self, tokens: np.ndarray) -> np.ndarray:
+        """bool [rows]; which rows of the step, those of padding included, attend to copies of their
+        contexts on the device: those with several tokens of a prompt. Where pages are encoded, all
+        are that attend to whole contexts. Steps without requests have some where there are more
+        tokens than with all drafts.
 
         Args:
             tokens: int [rows]; tokens of each row.
@@ -385,7 +392,38 @@ class RunningRequests:
             return tokens > 1 + self.drafts
         several = tokens > 1
         several[: len(batch.decodes)] &= ~batch.decodes
+        if self.encoded:
+            several[: len(batch.decodes)] |= ~self._listed(batch)
         return several
+
+    def seats(self, rows: int) -> np.ndarray:
+        """int64 [rows]; the seats of the step's rows; -1: the row is padding."""
+        found = np.full(rows, -1, dtype=np.int64)
+        found[: len(self.batch.seats)] = self.batch.seats
+        return found
+
+    def opened(self) -> np.ndarray:
+        """int32 [capacity]; the page from which on the request of a seat reads its own pages as the
+        model made them, in this step; see ``EncodedUnits.first``."""
+        found, batch = self._own.copy(), self.batch
+        kept = batch.before // self.config.page_size - self.config.open_pages
+        found[batch.seats] = np.maximum(found[batch.seats], kept)
+        return found
+
+    def reads_whole(self, seats: np.ndarray, prefilling: np.ndarray) -> bool:
+        """Whether any row of a step attends to a whole context that is encoded. No graph brings
+        that to the device.
+
+        Args:
+            seats: int [rows].
+            prefilling: bool [rows]; whether their tokens belong to prompts.
+        """
+        return self.encoded and bool((prefilling | self._exact(seats)).any())
+
+    @property
+    def needs_eager(self) -> bool:
+        """The same of the step that the runner is at."""
+        return self.reads_whole(self.batch.seats, self.batch.prefilling)
 
     def may_read_written(self) -> bool:
         """Whether a row of the step may read what another row writes in the same step.

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -103,20 +103,23 @@ class RetrievalModelRunner(GPUModelRunner):
     ) -> None:
         """See ``GPUModelRunner.initialize_kv_cache``."""
         self._drop_retrieval()
-        tiers, allocated = self.tiers, kv_cache_config
+        tiers, allocated, encoded = self.tiers, kv_cache_config, dict[str, torch.Tensor]()
         moves = tiers is not None and not is_profiling
         if moves:  # vLLM has no say in where a cache lies
             allocated = one_block(self.vllm_config, kv_cache_config)
         super().initialize_kv_cache(allocated, is_profiling, **options)
         if moves:
+            assert tiers is not None
             (group,) = kv_cache_config.kv_cache_groups
             at_home = self.retrieving(group.layer_names)
-            move_home(self, kv_cache_config, at_home, self.map_home)
+            home = move_home(self, kv_cache_config, at_home, tiers.home, self.map_home)
+            if self.retrieval_config.encoding is not None:
+                encoded = dict(zip(at_home, home, strict=True))
         seats = least_of_workers(self.max_num_reqs if tiers is None else tiers.seats)
         limit_graphs(self.cudagraph_manager, seats)
         if not is_profiling:
             limit_seats(self, seats)
-        self._attach_retrieval(tiers, is_profiling)
+        self._attach_retrieval(tiers, encoded, is_profiling)
         if has_foreign_connector(self.vllm_config) and not is_profiling:
             self._index_filled(kv_cache_config)
 
@@ -147,6 +150,8 @@ class RetrievalModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
+        if self.running.encoded and scheduler_output.kv_cache_block_copies:
+            raise RuntimeError("vLLM copies blocks of a KV cache that is encoded elsewhere")
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         if len(new - self.req_states.req_id_to_index.keys()) > len(self.req_states.free_indices):
             raise RuntimeError(
@@ -166,6 +171,13 @@ class RetrievalModelRunner(GPUModelRunner):
         """See ``GPUModelRunner.finish_requests``."""
         super().finish_requests(scheduler_output)
         self.running.finish(scheduler_output.finished_req_ids)
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+        """See ``GPUModelRunner.gather_batch_req_state``; steps that no graph does are not
+        uniform."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)
+        rows = (state.idx_mapping_np, state.is_prefilling_np) if state is not None else None
+        return state, None if rows and self.running.reads_whole(*rows) else uniform
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """See ``GPUModelRunner.prepare_inputs``; of steps of requests only."""
@@ -204,8 +216,16 @@ class RetrievalModelRunner(GPUModelRunner):
         """The layers that attend to parts of long contexts."""
         return retrieving(self.retrieval_config, self.roles, names)
 
-    def _attach_retrieval(self, tiers: HostTiers | None, is_profiling: bool) -> None:
-        """Let the layers retrieve, over the KV cache that has just been allocated."""
+    def _attach_retrieval(
+        self, tiers: HostTiers | None, encoded: Mapping[str, torch.Tensor], is_profiling: bool
+    ) -> None:
+        """Let the layers retrieve, over the KV cache that has just been allocated.
+
+        Args:
+            tiers: Sizes, if the cache of these layers is in host memory.
+            encoded: The memory of layers there by name, if their pages are encoded.
+            is_profiling: See ``GPUModelRunner.initialize_kv_cache``.
+        """
         config = self.retrieval_config
         layers = self.compilation_config.static_forward_context
         attn_groups = itertools.chain.from_iterable(self.attn_groups)
@@ -228,9 +248,12 @@ class RetrievalModelRunner(GPUModelRunner):
         kept = RetrievalLayers(self.ops, config, self.running, self.max_model_len, self.device)
         side = self.make_side(self.device)
         filters = [name for name, role in self.roles.items() if isinstance(role, Filters)]
-        kept.attach(groups, layers, side, tiers, filters=filters, is_profiling=is_profiling)
+        kept.attach(
+            groups, layers, side, tiers, encoded, filters=filters, is_profiling=is_profiling
+        )
         graphs = self.graphs.of(self.cudagraph_manager, self.running)
-        if kept.impls and not all(method.whole for method in config.methods.values()):
+        whole = all(method.whole for method in config.methods.values())
+        if kept.impls and not whole and not self.running.encoded:
             graphs.add_halves()
         self.cudagraph_manager = graphs
         # vLLM copies blocks on write in all of these; a block's entries come in a row.

@@ -41,6 +41,7 @@ class HostTiers:
         dense: Dense layers on the device.
         index: Page index, on the device.
         staging: Buffers on the device for contexts of prompts.
+        open_pages: Pages on the device that are not yet encoded, if home is encoded.
         slots: All slots, on the device.
     """
 
@@ -52,12 +53,13 @@ class HostTiers:
     dense: int
     index: int
     staging: int
+    open_pages: int
     slots: int
 
     @property
     def device(self) -> int:
         """Device memory that all parts take together."""
-        return self.dense + self.index + self.staging + self.slots
+        return self.dense + self.index + self.staging + self.open_pages + self.slots
 
     def of(self, blocks: int) -> "HostTiers":
         """The same division with fewer blocks, if another worker has less room."""
@@ -131,6 +133,7 @@ class _Plan:
             dense=blocks * cache.dense_layers * cache.block_bytes,
             index=cache.index_bytes(blocks, self.config),
             staging=self._staging,
+            open_pages=self._open(seats),
             slots=capacity * self._slot_bytes(seats),
         )
 
@@ -165,7 +168,14 @@ class _Plan:
     @property
     def _at_home(self) -> int:
         """Bytes of a block in host memory."""
-        return self.cache.retrieval_layers * self.cache.block_bytes
+        return self.cache.retrieval_layers * self.cache.bytes_in_home(self.config)
+
+    def _open(self, seats: int) -> int:
+        """Bytes of the device for the pages of ``seats`` requests that are not yet encoded."""
+        if self.config.encoding is None:
+            return 0
+        lists = seats * self.cache.kv_heads * self.cache.retrieval_layers
+        return lists * (1 + self.config.open_pages) * self._page_bytes
 
     def _slot_bytes(self, seats: int) -> int:
         """Bytes of one slot of every KV head of ``seats`` requests."""
@@ -179,7 +189,8 @@ class _Plan:
 
     def _left(self, seats: int, capacity: int) -> int:
         """Bytes of the device for the parts that grow with the home."""
-        return self.device - self._staging - capacity * self._slot_bytes(seats)
+        slots = capacity * self._slot_bytes(seats)
+        return self.device - self._staging - self._open(seats) - slots
 
     def _wanted(self, seats: int) -> int:
         """Blocks of a home for ``seats`` requests, as far as host memory allows; or the user's."""
@@ -209,7 +220,7 @@ class _Plan:
         """Slots of a KV head of a request."""
         if self.config.recall_cache_bytes is not None:
             return self._least_capacity(seats, Fraction(1))
-        left = self.device - self._staging - self._beside(blocks)
+        left = self._left(seats, 0) - self._beside(blocks)
         return min(left // self._slot_bytes(seats), BUDGETS * self._budget, MOST_SLOTS)
 
     def _fits(self, seats: int, budgets: Fraction) -> bool:
@@ -242,7 +253,7 @@ class _Plan:
             f"There are {format_gib(self.host)} GiB of host memory to be locked, and of "
             f"{format_gib(self.device)} GiB of the device, staging "
             f"({format_gib(self._staging)} GiB) and the slots of one request "
-            f"({format_gib(capacity * self._slot_bytes(1))} GiB) leave "
+            f"({format_gib(capacity * self._slot_bytes(1) + self._open(1))} GiB) leave "
             f"{format_gib(self._left(1, capacity))} GiB. Lower --max-model-len or "
             "kv_retrieval.budget (or max_budget), or set home_bytes or the number of blocks to "
             "what fits."

@@ -123,7 +123,7 @@ def check_store(
 
     Args:
         store: It.
-        cache: What it has to be over; None: its own.
+        cache: What it has to be over; None: its own, which an index that grows may lack.
         kinds: Indexes that are served; by default all that are built.
 
     Raises:
@@ -134,11 +134,15 @@ def check_store(
     if type(store.index) not in kinds:
         known = ", ".join(kind.name for kind in kinds)
         raise ValueError(f"there is no kernel for index={store.index.name}; use one of {known}")
-    if store.cache is None or (cache is not None and store.cache.data_ptr() != cache.data_ptr()):
+    page, size, held = store.page_size, store.head_size, store.cache
+    pages, kv_heads = store.pages, store.kv_heads
+    if held is not None and (cache is None or held.data_ptr() == cache.data_ptr()):
+        check_units("the index's cache", held, store.dtype)
+        pages, kv_heads, page, width = held.shape
+        size = width // 2
+    elif cache is not None or not store.index.grows:
         raise ValueError("the index is not over the cache that is written")
-    check_units("the index's cache", store.cache, store.dtype)
-    pages, kv_heads, page, width = store.cache.shape
-    sizes = width // 2, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
+    sizes = size, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
     shape = pages * store.parts, kv_heads, store.index.record_bytes(*sizes)
     check_list("the index's records", store.records, shape, torch.uint8)
     if page != store.page_size or store.layout != "token_major":

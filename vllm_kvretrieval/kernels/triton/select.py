@@ -375,10 +375,11 @@ def _launch(
         tile = max(TILE // store.entry_tokens, 1)
     records = selection.query if index is None else elements(store)
     programs = room.stats.shape[1]
+    cache = records if store.cache is None else store.cache  # read for drafts alone
     _select_kernel[(len(rows) * store.kv_heads, 1 if index is None else programs)](
         query,
         records,
-        store.cache,
+        cache,
         room.scores,
         room.stats,
         room.arrivals,

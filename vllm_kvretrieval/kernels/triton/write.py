@@ -107,7 +107,7 @@ def write_kv(
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or there is
             no kernel for an index.
     """
-    _, kv_heads, page, width = cache.shape
+    page, width = cache.shape[2:]
     head_size, tokens = width // 2, len(slot_mapping)
     check_units("cache", cache, key.dtype)
     check_heads("key", key, head_size, key.dtype)
@@ -115,31 +115,63 @@ def write_kv(
     check_list("slot_mapping", slot_mapping, (tokens,), torch.int64)
     for store in indexes:
         check_store(store, cache)
+    growing = [store for store in indexes if grows(store)]
+    for number, grown in enumerate(growing or [None]):
+        _launch(key, value, slot_mapping, cache, grown, page, writes=number == 0, drafted=drafted)
+    for store in indexes:
+        if tokens and store.index is not None and not grows(store):
+            build_entries(slot_mapping, store)
+
+
+def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexRecords) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.encoded.EncodedOps.update_index`.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature, or the index
+            does not grow.
+    """
+    if not grows(store):
+        raise ValueError("an index that does not grow is built of the keys in the cache")
+    check_store(store)
+    check_heads("key", key, store.head_size, store.dtype)
+    check_list("slot_mapping", slot_mapping, (len(slot_mapping),), torch.int64)
+    of_index = elements(store)  # stands in for a cache that is neither read nor written
+    _launch(key, key, slot_mapping, of_index, store, store.page_size, writes=False, drafted=False)
+
+
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    grown: IndexRecords | None,
+    page: int,
+    *,
+    writes: bool,
+    drafted: bool,
+) -> None:
+    """Write tokens to pages, if this ``writes``, and take their keys into an index that grows."""
+    tokens, (kv_heads, head_size) = len(slot_mapping), key.shape[1:]
     if tokens == 0:
         return
-    growing = [store for store in indexes if grows(store)]
     heads = min(triton.next_power_of_2(kv_heads), MAX_HEADS)
-    for number, grown in enumerate(growing or [None]):
-        _write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
-            key,
-            value,
-            slot_mapping,
-            cache,
-            cache if grown is None else elements(grown),
-            key.stride(0),
-            value.stride(0),
-            kv_heads,
-            tokens,
-            HEAD_SIZE=head_size,
-            PAGE=page,
-            ENTRY=page if grown is None else grown.entry_tokens,
-            HEADS=heads,
-            DIMS=triton.next_power_of_2(head_size),
-            WRITES=number == 0,
-            GROWS=grown is not None,
-            DRAFTED=drafted,
-            enable_fp_fusion=True,
-        )
-    for store in indexes:
-        if store.index is not None and not grows(store):
-            build_entries(slot_mapping, store)
+    _write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
+        key,
+        value,
+        slot_mapping,
+        cache,
+        cache if grown is None else elements(grown),
+        key.stride(0),
+        value.stride(0),
+        kv_heads,
+        tokens,
+        HEAD_SIZE=head_size,
+        PAGE=page,
+        ENTRY=page if grown is None else grown.entry_tokens,
+        HEADS=heads,
+        DIMS=triton.next_power_of_2(head_size),
+        WRITES=writes,
+        GROWS=grown is not None,
+        DRAFTED=drafted,
+        enable_fp_fusion=True,
+    )

@@ -21,7 +21,8 @@ class Quantised(Codec):
     keys: ClassVar[Rows]
     values: ClassVar[Rows]
 
-    def _parts(self, page_size: int, head_size: int) -> list[int]:
+    def parts(self, page_size: int, head_size: int) -> list[int]:
+        """Bytes of the parts of a unit, in their order, without lists of outliers."""
         elements = page_size * head_size
         return [
             2 * self.keys.words * head_size,
@@ -31,7 +32,7 @@ class Quantised(Codec):
         ]
 
     def unit_bytes(self, page_size: int, head_size: int, dtype: torch.dtype) -> int:
-        return sum(self._parts(page_size, head_size))
+        return sum(self.parts(page_size, head_size))
 
     def _rows(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return keys.transpose(1, 2).float(), values.float()
@@ -52,7 +53,7 @@ class Quantised(Codec):
     def decode(
         self, data: torch.Tensor, page_size: int, head_size: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = data.split(self._parts(page_size, head_size), 1)
+        parts = data.split(self.parts(page_size, head_size), 1)
         keys = self.keys.decode(parts[0], parts[2], page_size)
         values = self.values.decode(parts[1], parts[3], head_size)
         return keys.transpose(1, 2).to(dtype), values.to(dtype)
