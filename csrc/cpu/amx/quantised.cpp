@@ -3,6 +3,8 @@
 // groups are whole numbers, which it holds. Sums are float32.
 #include "quantised.h"
 
+#include <omp.h>
+
 #include "amx/tiles.h"
 #include "room.h"
 
@@ -23,6 +25,12 @@ constexpr int kTileFloats = kTileRows * kPanel;
 constexpr int kTileHalves = 2 * kTileFloats;
 
 constexpr TileShapes kShapes = TileShapes{}.with(0, 8, kTileRows, kBlock * sizeof(BFloat16));
+
+// The size of parts of a whole that are as few as can be, of `most` at most, and about as large.
+inline int64_t even(int64_t whole, int64_t most) {
+  const int64_t parts = (whole + most - 1) / most;
+  return (whole + parts - 1) / parts;
+}
 
 // Tiles meet inputs in pairs: of four that lie side by side the first and the third, and the others.
 inline __m512i in_pairs(__m512i of_token) {
@@ -69,31 +77,25 @@ class Tokens {
   Room<BFloat16> values_;
 };
 
-// The weights of a panel in bfloat16.
+// Weights in bfloat16.
 template <int kBits>
 class Widening {
  public:
-  static constexpr int kBytes = kBlock * kPanel * kBits / 8;  // of a block
+  Widening(const QuantisedLayer& layer, int64_t blocks) : l_(layer), blocks_(blocks) {}
 
-  Widening(const QuantisedLayer& layer, int64_t blocks, int64_t panel)
-      : l_(layer), weights_(layer.weights + panel * blocks * kBytes) {
-    if (l_.groups) groups_ = static_cast<const Float16*>(l_.groups) + panel * l_.num_groups() * 2 * kPanel;
-  }
-
-  const int8_t* block(int64_t block) const { return weights_ + block * kBytes; }
-
-  // A tile; `ahead` is as much memory that is read next.
-  void widen(int64_t block, const int8_t* ahead, __m512i* to) const {
+  // A tile; that which is read next may come from memory meanwhile.
+  void widen(int64_t panel, int64_t block, const int8_t* next, __m512i* to) const {
     Floats scale = splat(1), offset = {};
-    if (groups_) {
-      const Float16* const group = groups_ + block * kBlock / l_.group * 2 * kPanel;
-      scale = Float16::load(group);
-      offset = Float16::load(group + kPanel);
+    if (l_.groups) {
+      const int64_t group = panel * l_.num_groups() + block * kBlock / l_.group;
+      const Float16* const both = static_cast<const Float16*>(l_.groups) + group * 2 * kPanel;
+      scale = Float16::load(both);
+      offset = Float16::load(both + kPanel);
     }
     offset -= scale * kBias;
-    const int8_t* from = this->block(block);
+    const int8_t* const from = tile(panel, block);
     for (int i = 0; i < kBytes; i += sizeof(__m512i)) {
-      __builtin_prefetch(ahead + i, 0, 2);
+      __builtin_prefetch(next + i, 0, 2);
       const __m512i words = load_as<__m512i>(from + i);
       *to++ = pair<0>(words, scale, offset);
       *to++ = pair<8>(words, scale, offset);
@@ -104,7 +106,12 @@ class Widening {
     }
   }
 
+  const int8_t* tile(int64_t panel, int64_t block) const {
+    return l_.weights + (panel * blocks_ + block) * kBytes;
+  }
+
  private:
+  static constexpr int kBytes = kBlock * kPanel * kBits / 8;
   static constexpr float kBias = kBits == 8 ? 384 : 16;  // what number() adds
 
   // The numbers whose first bit is the words' bit `at`, as the mantissas of floats whose unit they are; the
@@ -118,7 +125,9 @@ class Widening {
     __m512i bits;
     if constexpr (kLeft >= 0) bits = _mm512_slli_epi32(words, kLeft);
     else bits = _mm512_srli_epi32(words, -kLeft);
-    return (Floats)_mm512_xor_si512(_mm512_and_si512(bits, _mm512_set1_epi32(kMask)), _mm512_set1_epi32(kOne));
+    constexpr int kAndXor = 0x6a;
+    return (Floats)_mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(kMask), _mm512_set1_epi32(kOne),
+                                             kAndXor);
   }
 
   // Of numbers from bit `at` on, and 16 bits beyond; rounded to nearest.
@@ -133,53 +142,70 @@ class Widening {
   }
 
   const QuantisedLayer& l_;
-  const int8_t* const weights_;
-  const Float16* groups_ = nullptr;
+  const int64_t blocks_;
 };
 
-// kSide panels, the last of which may be missing: the first stands in for it.
+// Some panels, kSide at a time, in passes of kDeep blocks or fewer. While tiles are multiplied, the weights
+// of the next pass are rounded, some with each step: they need no tiles.
 template <class E, int kBits>
 class Panels {
-  using Weights = Widening<kBits>;
-
  public:
-  Panels(const QuantisedLayer& layer, const Tokens& x, int64_t first_token, int64_t panel)
-      : l_(layer), x_(x), first_token_(first_token), output_(panel * kPanel),
-        both_(output_ + kPanel < layer.outputs),
-        weights_{{layer, x.blocks, panel}, {layer, x.blocks, panel + both_}} {}
+  Panels(const QuantisedLayer& layer, const Tokens& x, int64_t first_token, int64_t tokens)
+      : l_(layer), x_(x), first_token_(first_token), tokens_(tokens), deep_(even(x.blocks, kDeep)),
+        widening_(layer, x.blocks) {}
 
-  void multiply(int64_t tokens) const {
+  // From `begin` on, a multiple of kSide, up to `end`.
+  void multiply(int64_t begin, int64_t end) const {
     thread_local Room<float> room;
-    float* const sums = room.of((tokens + kTileRows) * kSide * kPanel);
-    alignas(64) __m512i weights[kDeep][kSide][kTileRows];
-    for (int64_t first = 0; first < x_.blocks; first += kDeep) {
-      const int64_t deep = std::min<int64_t>(kDeep, x_.blocks - first);
-      widen(first, deep, weights);
-      Tiles::seen();
-      for (int64_t token = 0; token < tokens; token += kSide * kTileRows) {
-        const auto step = tokens - token > kTileRows ? &Panels::add<kSide> : &Panels::add<1>;
-        (this->*step)(token, first, deep, weights[0][0], sums + token * kSide * kPanel);
+    float* const sums = room.of((tokens_ + kTileRows) * kSide * kPanel);
+    alignas(64) __m512i weights[2][kDeep * kSide * kTileRows];
+    const int64_t rows = kSide * kTileRows, steps = (tokens_ + rows - 1) / rows;
+    Pass now = pass(begin, 0), next = now;
+    if (begin < end) widen(now, 0, now.tiles(), weights[0]);
+    for (int which = 0; now.panel < end; which ^= 1, now = next) {
+      next = after(now);
+      const bool last = next.block == 0;
+      for (int64_t step = 0; step < steps; ++step) {
+        if (next.panel < end)
+          widen(next, next.tiles() * step / steps, next.tiles() * (step + 1) / steps, weights[which ^ 1]);
+        if (last && step) store(now.panel, (step - 1) * rows, sums);
+        const int64_t token = step * rows;
+        const auto add = tokens_ - token > kTileRows ? &Panels::add<kSide> : &Panels::add<1>;
+        (this->*add)(now, token, weights[which], sums + token * kSide * kPanel);
       }
+      if (last) store(now.panel, (steps - 1) * rows, sums);
     }
-    Tiles::seen();
-    for (int64_t token = 0; token < tokens; ++token) store(token, sums);
   }
 
  private:
-  void widen(int64_t first, int64_t deep, __m512i (*to)[kSide][kTileRows]) const {
-    const bool last = first + deep == x_.blocks;
-    for (int p = 0; p < kSide; ++p) {
-      const int8_t* const ahead = weights_[p].block(last ? kSide * x_.blocks : first + deep);
-      for (int64_t b = 0; b < deep; ++b)
-        weights_[p].widen(first + b, ahead + b * Weights::kBytes, to[b][p]);
+  struct Pass {
+    int64_t panel, block, blocks;  // the first ones; how many blocks
+    int64_t tiles() const { return blocks * kSide; }
+  };
+
+  Pass pass(int64_t panel, int64_t block) const {
+    if (block == x_.blocks) panel += kSide, block = 0;
+    return {panel, block, std::min(deep_, x_.blocks - block)};
+  }
+  Pass after(const Pass& now) const { return pass(now.panel, now.block + now.blocks); }
+
+  // Tiles of a pass, from one on up to another; a panel that is missing is the one before.
+  void widen(const Pass& pass, int64_t first, int64_t last, __m512i* to) const {
+    const Pass next = after(pass);
+    const int64_t panels = (l_.outputs + kPanel - 1) / kPanel;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t block = i / kSide, side = i % kSide;
+      widening_.widen(std::min(pass.panel + side, panels - 1), pass.block + block,
+                      widening_.tile(next.panel + side, next.block + block), to + i * kTileRows);
     }
   }
 
-  // The products of blocks from `first` on with T tiles of tokens. sums: [T, kSide] tiles
+  // The products of a pass with T tiles of tokens. sums: [T, kSide] tiles
   template <int T>
-  void add(int64_t token, int64_t first, int64_t deep, const __m512i* weights, float* sums) const {
+  void add(const Pass& pass, int64_t token, const __m512i* weights, float* sums) const {
     constexpr int kRow = kPanel * sizeof(float);
-    if (first) {
+    Tiles::seen();
+    if (pass.block) {
       _tile_loadd(0, sums, kRow);
       _tile_loadd(1, sums + kTileFloats, kRow);
       if constexpr (T > 1) {
@@ -192,8 +218,8 @@ class Panels {
       _tile_zero(2);
       _tile_zero(3);
     }
-    const BFloat16* x = x_.tile(token, first);
-    for (int64_t b = 0; b < deep; ++b, x += kTileHalves, weights += kSide * kTileRows) {
+    const BFloat16* x = x_.tile(token, pass.block);
+    for (int64_t b = 0; b < pass.blocks; ++b, x += kTileHalves, weights += kSide * kTileRows) {
       _tile_loadd(4, x, kRow);
       _tile_loadd(6, weights, kRow);
       _tile_dpbf16ps(0, 4, 6);
@@ -211,19 +237,24 @@ class Panels {
       _tile_stored(2, sums + 2 * kTileFloats, kRow);
       _tile_stored(3, sums + 3 * kTileFloats, kRow);
     }
+    Tiles::seen();
   }
 
-  void store(int64_t token, const float* sums) const {
-    const float* from = sums + token / kTileRows * kSide * kTileFloats + token % kTileRows * kPanel;
-    store_result<E>(l_, first_token_ + token, output_, load_as<Floats>(from));
-    if (both_) store_result<E>(l_, first_token_ + token, output_ + kPanel, load_as<Floats>(from + kTileFloats));
+  // The results of kSide tiles of tokens, or of as many as there are.
+  void store(int64_t panel, int64_t token, const float* sums) const {
+    const int64_t end = std::min<int64_t>(token + kSide * kTileRows, tokens_);
+    for (; token < end; ++token) {
+      const float* from = sums + token / kTileRows * kSide * kTileFloats + token % kTileRows * kPanel;
+      for (int64_t output = panel * kPanel; output < std::min((panel + kSide) * kPanel, l_.outputs);
+           output += kPanel, from += kTileFloats)
+        store_result<E>(l_, first_token_ + token, output, load_as<Floats>(from));
+    }
   }
 
   const QuantisedLayer& l_;
   const Tokens& x_;
-  const int64_t first_token_, output_;
-  const bool both_;
-  const Weights weights_[kSide];
+  const int64_t first_token_, tokens_, deep_;
+  const Widening<kBits> widening_;
 };
 
 template <class E, int kBits>
@@ -231,10 +262,10 @@ struct Products {
   static void multiply(const QuantisedLayer& l) {
     thread_local Tokens own;
     Tokens& x = own;  // of the calling thread
-    const int64_t panels = (l.outputs + kPanel - 1) / kPanel;
+    const int64_t pairs = (l.outputs + kSide * kPanel - 1) / (kSide * kPanel);
     constexpr int64_t kRows = kSide * kTileRows;
-    const int64_t fit = kAtOnceBytes / (l.inputs * sizeof(BFloat16)) / kRows * kRows;
-    const int64_t at_once = std::max(fit, kLeastAtOnce);
+    const int64_t most = std::max<int64_t>(kAtOnceBytes / (l.inputs * sizeof(BFloat16)), kLeastAtOnce);
+    const int64_t at_once = (even(l.tokens, most) + kRows - 1) / kRows * kRows;
     x.resize(std::min(l.tokens, at_once), l.inputs);
     for (int64_t first = 0; first < l.tokens; first += at_once) {
       const int64_t tokens = std::min(at_once, l.tokens - first);
@@ -244,8 +275,9 @@ struct Products {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; ++t) x.round_token<E>(l, first + t, t);
         const Tiles tiles(kShapes);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < panels; i += kSide) Panels<E, kBits>(l, x, first, i).multiply(tokens);
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        Panels<E, kBits>(l, x, first, tokens)
+            .multiply(pairs * thread / threads * kSide, pairs * (thread + 1) / threads * kSide);
       }
     }
   }
