@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=[*MODELS], help="whose shapes")
-    add_tokens(parser, "--tokens", [1, 2, 4, 8, 16, 64, 256], "tokens of a step")
+    add_tokens(parser, "--tokens", [1, 2, 4, 8, 16, 64, 256, 1024], "tokens of a step")
     add("--rounds", type=int, default=9, metavar="N", help="runs, of which medians are shown")
     add_output(parser, "quantised.json")
 

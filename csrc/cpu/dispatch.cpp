@@ -32,7 +32,7 @@ bool runs_here([[maybe_unused]] const KernelTable& table) {
 #ifdef KVR_HAVE_X86
   if (&table == &table_avx512_amx)
     return runs_here(table_avx512_bf16) && __builtin_cpu_supports("amx-tile") &&
-           __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && has_tiles();
+           __builtin_cpu_supports("amx-bf16") && has_tiles();
   if (&table == &table_avx512_bf16)
     return runs_here(table_avx512) && __builtin_cpu_supports("avx512bf16");
   if (&table == &table_avx512)

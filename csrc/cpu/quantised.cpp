@@ -2,6 +2,10 @@
 // each block of kBlock inputs by a scale of its own, and whole numbers are multiplied.
 #include "quantised.h"
 
+#include <cmath>
+
+#include "room.h"
+
 namespace kvr {
 namespace KVR_ISA {
 
@@ -11,6 +15,96 @@ constexpr int kTokens = 8;                    // that share a read of weights; m
 constexpr int kTokens = 4;
 #endif
 constexpr int64_t kAtOnce = 256;  // tokens whose bytes stay in a near cache
+
+// kQuad weights of kWidth outputs.
+using Bytes = int8_t __attribute__((vector_size(kQuad * kWidth)));
+
+// Weights of 4 bits, from 0 to 15: those of the first inputs of a byte, and of the second.
+inline Bytes low_halves(Bytes both) { return both & int8_t{15}; }
+inline Bytes high_halves(Bytes both) {
+  using Pairs = uint16_t __attribute__((vector_size(sizeof(Bytes))));
+  return (Bytes)((Pairs)both >> 4) & int8_t{15};
+}
+
+inline Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32(x);
+#else
+  Ints v;
+  for (int i = 0; i < kWidth; ++i) v[i] = static_cast<int32_t>(std::lrint(x[i]));
+  return v;
+#endif
+}
+
+// Tokens in 8 bits.
+class Rounded {
+ public:
+  int64_t blocks;
+  int8_t* values;  // [tokens, blocks, kBlock]; inputs are padded by zeros to whole blocks
+  float* scales;   // [tokens, blocks]
+  int32_t* sums;   // [tokens, blocks]; of values
+
+  void resize(int64_t tokens, int64_t inputs) {
+    blocks = (inputs + kBlock - 1) / kBlock;
+    const int64_t places = tokens * blocks;
+    values = values_.of(places * kBlock);
+    scales = scales_.of(places);
+    sums = sums_.of(places);
+  }
+
+  // The layer's token, as that of a row.
+  template <class E>
+  void round_token(const QuantisedLayer& l, int64_t token, int64_t row) {
+    const E* x = static_cast<const E*>(l.x) + token * l.inputs;
+    float block[kBlock];
+    E padded[kBlock];
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t left = l.inputs - b * kBlock;
+      const E* from = x + b * kBlock;
+      if (left < kBlock) {
+        std::fill_n(reinterpret_cast<uint8_t*>(padded), sizeof padded, 0);
+        std::copy_n(from, left, padded);
+        from = padded;
+      }
+      for (int i = 0; i < kBlock; i += kWidth) {
+        const Floats v = E::load(from + i);
+        std::memcpy(block + i, &v, sizeof v);
+      }
+      round_block(row * blocks + b, block);
+    }
+  }
+
+ private:
+  // A block with a value that is not finite has a scale that is none, and so have its products.
+  void round_block(int64_t at, const float* x) {
+    Floats most = {}, odd = {};
+    for (int i = 0; i < kBlock; i += kWidth) {
+      const Floats v = load_as<Floats>(x + i);
+      most = max(most, max(v, -v));
+      odd += v * 0.0f;
+    }
+    float top = 0;
+    for (int i = 0; i < kWidth; ++i) top = std::max(top, most[i]);
+    const float inverse = top > 0 ? 127 / top : 0;
+    scales[at] = top / 127 + sum(odd);
+    int8_t* to = values + at * kBlock;
+    Ints total = {};
+    for (int i = 0; i < kBlock; i += kWidth) {
+      const Ints v = nearest(load_as<Floats>(x + i) * inverse);
+      total += v;
+      const auto bytes = __builtin_convertvector(v, int8_t __attribute__((vector_size(kWidth))));
+      std::memcpy(to + i, &bytes, sizeof bytes);
+    }
+    sums[at] = 0;
+    for (int i = 0; i < kWidth; ++i) sums[at] += total[i];
+  }
+
+  Room<int8_t> values_;
+  Room<float> scales_;
+  Room<int32_t> sums_;
+};
 
 // The sums of products of bytes, of a block of inputs. Weights are signed, or from 0 to 15.
 template <bool kSigned>
@@ -57,7 +151,7 @@ struct Sums {
 template <class E, int kBits, bool kGroups>
 class Panel {
  public:
-  Panel(const QuantisedLayer& layer, const Rounded<1>& x, int64_t first_token, int64_t output)
+  Panel(const QuantisedLayer& layer, const Rounded& x, int64_t first_token, int64_t output)
       : l_(layer), x_(x), first_token_(first_token), output_(output) {
     const int64_t panel = output / kPanel, lane = output % kPanel;
     weights_ = l_.weights + (panel * x.blocks * kBlock * kPanel * kBits / 8 + lane * kQuad);
@@ -138,7 +232,7 @@ class Panel {
   }
 
   const QuantisedLayer& l_;
-  const Rounded<1>& x_;
+  const Rounded& x_;
   const int64_t first_token_, output_;
   const int8_t* weights_;
   const Float16* groups_ = nullptr;
@@ -146,8 +240,8 @@ class Panel {
 
 template <class E, int kBits, bool kGroups>
 static void multiply_as(const QuantisedLayer& l) {
-  thread_local Rounded<1> own;
-  Rounded<1>& x = own;  // of the calling thread
+  thread_local Rounded own;
+  Rounded& x = own;  // of the calling thread
   const int64_t lanes = (l.outputs + kWidth - 1) / kWidth;
   x.resize(std::min(l.tokens, kAtOnce), l.inputs);
   for (int64_t first = 0; first < l.tokens; first += kAtOnce) {
@@ -164,19 +258,14 @@ static void multiply_as(const QuantisedLayer& l) {
   }
 }
 
-template <class E>
-static void multiply_of(const QuantisedLayer& l) {
-  if (l.bits == 8) return l.groups ? multiply_as<E, 8, true>(l) : multiply_as<E, 8, false>(l);
-  return l.groups ? multiply_as<E, 4, true>(l) : multiply_as<E, 4, false>(l);
-}
-
-void multiply_quantised(const QuantisedLayer& layer) {
-  switch (layer.dtype) {
-    case DType::kBFloat16: return multiply_of<BFloat16>(layer);
-    case DType::kFloat16: return multiply_of<Float16>(layer);
-    case DType::kFloat32: return multiply_of<Float32>(layer);
+template <class E, int kBits>
+struct Products {
+  static void multiply(const QuantisedLayer& l) {
+    l.groups ? multiply_as<E, kBits, true>(l) : multiply_as<E, kBits, false>(l);
   }
-}
+};
+
+void multiply_quantised(const QuantisedLayer& layer) { multiply_by<Products>(layer); }
 
 }  // namespace KVR_ISA
 }  // namespace kvr

@@ -11,7 +11,8 @@ from vllm_kvretrieval.quantization.packing import pack, rows_of, unpack
 from vllm_kvretrieval.quantization.product import multiply
 from vllm_kvretrieval.quantization.rounding import GROUP_OF_8, rounded
 
-SHAPES = [(1, 1), (7, 40), (33, 96), (130, 576)]
+SHAPES = [(1, 1), (7, 40), (33, 96), (49, 290), (130, 576)]
+TOKENS = (0, 1, 3, 8, 13, 15, 16, 17, 33, 37, 64)
 
 
 def weights_of(outputs, inputs, bits, group):
@@ -24,10 +25,13 @@ def weights_of(outputs, inputs, bits, group):
     return numbers, scales, offsets, bits, group or inputs
 
 
-def bound(x, packed, dtype, exact):
+def check(found, x, packed, bias, tiles):
     """The result is rounded once, and sums of blocks in float32."""
-    size = reference.rounded_tokens(x).abs().double() @ unpack(packed).abs().double().T
-    return torch.finfo(dtype).eps * exact.abs() / 2 * 1.01 + 4e-6 * size + 1e-9
+    exact = reference.quantised_linear(x, packed, bias, tiles)
+    tokens, weights = reference.factors(x, packed, tiles)
+    size = tokens.abs() @ weights.abs().T
+    bound = torch.finfo(x.dtype).eps * exact.abs() / 2 * 1.01 + 4e-6 * size + 1e-9
+    return found.dtype == x.dtype and bool(((found.double() - exact).abs() <= bound).all())
 
 
 @pytest.mark.parametrize(
@@ -46,14 +50,38 @@ def test_products(bits, group, dtype):
     for outputs, inputs in SHAPES:
         packed = pack(*weights_of(outputs, inputs, bits, group))
         bias = torch.randn(outputs).to(dtype)
-        for tokens, given in itertools.product((0, 1, 3, 8, 13, 37), (None, bias)):
+        for tokens, given in itertools.product(TOKENS, (None, bias)):
             x = torch.randn(tokens, inputs).to(dtype)
-            exact = reference.quantised_linear(x, packed, given)
             for isa in visited():
-                found = multiply(x, packed, given)
-                assert found.dtype == dtype, isa
-                close = (found.double() - exact).abs() <= bound(x, packed, dtype, exact)
-                assert close.all(), (isa, outputs, inputs, tokens)
+                tiles = reference.by_tiles(isa, tokens)
+                right = check(multiply(x, packed, given), x, packed, given, tiles)
+                assert right, (isa, outputs, inputs, tokens)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_prompts(bits):
+    """Tokens that do not fit a near cache together."""
+    torch.manual_seed(1)
+    outputs, inputs = 40, 4136
+    packed = pack(*weights_of(outputs, inputs, bits, 32))
+    for tokens in (128, 129, 161, 288):
+        x = torch.randn(tokens, inputs).bfloat16()
+        for isa in visited():
+            if isa != "portable":
+                tiles = reference.by_tiles(isa, tokens)
+                assert check(multiply(x, packed), x, packed, None, tiles), (isa, tokens)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 128), (4, 32)], ids=str)
+def test_bfloat16_is_nearer_than_8_bits(bits, group):
+    """How far results are from those of exact tokens and weights, by AMX and without."""
+    torch.manual_seed(2)
+    packed = pack(*weights_of(64, 576, bits, group))
+    x = torch.randn(40, 576)
+    exact = x.double() @ unpack(packed).double().T
+    for isa in visited():
+        error = (multiply(x, packed).double() - exact).norm() / exact.norm()
+        assert error < (0.003 if reference.by_tiles(isa, len(x)) else 0.01), isa
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -80,24 +108,33 @@ def test_what_is_no_number_stays_none():
     packed = rounded(torch.randn(40, 64), 8)
     for tokens, isa in itertools.product((3, 20), visited()):
         x = torch.randn(tokens, 64)
+        expected = multiply(x, packed)
         x[0, 5], x[2, 40] = torch.inf, torch.nan
         found = multiply(x, packed)
         assert not torch.isfinite(found[[0, 2]]).any(), isa
-        assert torch.equal(found[1], multiply(x[1:2], packed)[0]), isa
+        assert torch.equal(found[1], expected[1]), isa
 
 
 @pytest.mark.parametrize(("bits", "by_outputs"), [(4, False), (8, False), (8, True)], ids=str)
 def test_a_token_depends_on_no_other(bits, by_outputs):
-    """Bits of a row are the same alone, in a batch, and by any number of threads."""
+    """Bits of a row are the same whatever is beside it, and by any number of threads.
+
+    Where AMX multiplies in bfloat16 they are so among steps of many tokens, and among those of few.
+    """
     torch.manual_seed(2)
     packed = rounded(torch.randn(500, 296), bits, by_outputs)
     x = torch.randn(300, 296).bfloat16()
     for isa in visited():
-        together, threads = multiply(x, packed), torch.get_num_threads()
+        least = reference.FEWEST_BY_TILES if reference.by_tiles(isa, len(x)) else 1
+        together, few = multiply(x, packed), multiply(x[: reference.FEWEST_BY_TILES - 1], packed)
+        threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
-            for row in (0, 5, 255, 256, 299):
-                assert torch.equal(multiply(x[row : row + 1], packed)[0], together[row]), isa
+            for row in (0, 5, 255, 256, 300 - least):
+                part = slice(row, row + least)
+                assert torch.equal(multiply(x[part], packed), together[part]), isa
+            for row in range(len(few)):
+                assert torch.equal(multiply(x[row : row + 1], packed)[0], few[row]), isa
         finally:
             torch.set_num_threads(threads)
 

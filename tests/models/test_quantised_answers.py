@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from tests.spec import quantised as reference
 from tests.support.adapters import random_lora
 from tests.support.engine import Request, alone, by, drive, engine, likely, prompt, random_llama
+from vllm_kvretrieval.kernels import cpu
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.quantization.rounding import rounded
 from vllm_kvretrieval.store.serving.identity import identity_of
@@ -54,26 +55,37 @@ def llm(model):
 
 
 class Rounded(torch.nn.Module):
-    """A linear layer in float32, its weights and tokens in 8 bits, and an adapter beside it."""
+    """A linear layer in float32, its weights in 8 bits, and an adapter beside it.
 
-    def __init__(self, layer, by_outputs, adapter):
+    The first tokens are multiplied as those of a prompt, the others as those of single steps.
+    """
+
+    def __init__(self, layer, by_outputs, adapter, together):
         super().__init__()
         self.packed, self.adapter = rounded(layer.weight.detach(), 8, by_outputs), adapter
+        self.together, self.tiles = together, reference.by_tiles(cpu.isa(), together)
 
     def forward(self, x):
-        product = reference.quantised_linear(x, self.packed).float()
+        many, few = x[..., : self.together, :], x[..., self.together :, :]
+        parts = (
+            reference.quantised_linear(many, self.packed, tiles=self.tiles),
+            reference.quantised_linear(few, self.packed),
+        )
+        product = torch.cat(parts, -2).float()
         return product + x @ self.adapter.T if self.adapter is not None else product
 
 
-def with_rounded_weights(path, adapter=None):
-    """The model of transformers with such layers."""
+def with_rounded_weights(path, prompt_tokens, adapter=None):
+    """The model of transformers with such layers; the output layer meets single tokens."""
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
     added = load_file(Path(adapter.path) / "adapter_model.safetensors") if adapter else {}
     for name, layer in list(model.named_modules()):
         if isinstance(layer, torch.nn.Linear):
             parts = [added.get(f"base_model.model.{name}.lora_{part}.weight") for part in "BA"]
             beside = None if parts[0] is None else parts[0] @ parts[1]
-            model.set_submodule(name, Rounded(layer, name == "lm_head", beside))
+            head = name == "lm_head"
+            together = 0 if head else prompt_tokens
+            model.set_submodule(name, Rounded(layer, head, beside, together))
     return model
 
 
@@ -89,7 +101,8 @@ def test_answers(llm, model, adapter, lora):
     given = adapter if lora else None
     request = Request(prompt(300), 12, {"exact": True}, lora=given)
     answer = drive(llm, [request, Request(prompt(40), 12, {})])[0]
-    expected = likely(with_rounded_weights(model, given), request.prompt, answer)
+    rounded_model = with_rounded_weights(model, len(request.prompt), given)
+    expected = likely(rounded_model, request.prompt, answer)
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
     if not lora:
         plain = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -63,7 +63,7 @@ def load():
 
 
 def check_layers(model, values):
-    """Products of every layer are those of its weights, but for the rounding of tokens."""
+    """Products of few tokens and many are those of every layer's weights, but for rounding."""
     found = 0
     for name, layer in model.named_modules():
         stem, _, last = name.rpartition(".")
@@ -71,10 +71,11 @@ def check_layers(model, values):
         if f"{stem}.{parts[0]}" not in values:
             continue
         weight = torch.cat([values[f"{stem}.{part}"] for part in parts])
-        x = torch.randn(7, weight.shape[1]).bfloat16()
-        exact = x.double() @ weight.double().T
-        product = layer.quant_method.apply(layer, x).double()
-        assert (product - exact).norm() / exact.norm() < 0.01, name
+        for tokens in (7, 40):
+            x = torch.randn(tokens, weight.shape[1]).bfloat16()
+            exact = x.double() @ weight.double().T
+            product = layer.quant_method.apply(layer, x).double()
+            assert (product - exact).norm() / exact.norm() < 0.01, (name, tokens)
         found += 1
     assert found == 8, "two layers with four products each"
 

@@ -5,9 +5,17 @@ from torch.nn import functional
 
 from vllm_kvretrieval.quantization.packing import BLOCK, Packed, unpack
 
+FEWEST_BY_TILES = 16
+"""Tokens of a call from which on AMX multiplies in bfloat16."""
+
+
+def by_tiles(isa, tokens):
+    """Whether a product of so many tokens is one in bfloat16."""
+    return isa == "avx512_amx" and tokens >= FEWEST_BY_TILES
+
 
 def rounded_tokens(x):
-    """Tokens as the kernel takes them: whole numbers in each block, by its largest input."""
+    """Tokens in 8 bits: whole numbers in each block, by its largest input."""
     inputs = x.shape[-1]
     blocks = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
     most = blocks.abs().amax(-1, keepdim=True)
@@ -16,7 +24,23 @@ def rounded_tokens(x):
     return ((blocks * inverse).round() * (most / 127)).flatten(-2)[..., :inputs]
 
 
-def quantised_linear(x, packed: Packed, bias=None):
-    """``x @ weights.T + bias`` in float64, of rounded tokens."""
-    product = rounded_tokens(x).double() @ unpack(packed).double().T
+def rounded_weights(packed: Packed):
+    """Weights with the scale and the offset of their group in bfloat16; halves away from zero."""
+    scales = packed.scales[: packed.outputs, None]
+    within = unpack(packed._replace(scales=torch.ones_like(packed.scales)))
+    nearest = (within.view(torch.int32) + 0x8000) & -0x10000
+    return nearest.view(torch.float32) * scales
+
+
+def factors(x, packed: Packed, tiles=False):
+    """Tokens and weights as they are multiplied, in float64; by AMX or in 8 bits."""
+    if tiles:
+        return x.bfloat16().double(), rounded_weights(packed).double()
+    return rounded_tokens(x).double(), unpack(packed).double()
+
+
+def quantised_linear(x, packed: Packed, bias=None, tiles=False):
+    """``x @ weights.T + bias`` in float64, of :func:`factors`."""
+    tokens, weights = factors(x, packed, tiles)
+    product = tokens @ weights.T
     return product if bias is None else product + bias.double()

@@ -30,8 +30,10 @@ def quantised_linear(
 ) -> torch.Tensor:
     """``x @ weights.T + bias``; tokens are rounded to 8 bits, blocks of inputs by their largest.
 
-    The result for a token does not depend on the others. ``tests/spec/quantised.py`` is the
-    reference. Bytes moved: the weights once for every 256 tokens.
+    With AMX many tokens (csrc/cpu/amx/quantised.cpp says how many) and their weights are rounded to
+    bfloat16 instead. Beyond that choice the result for a token does not depend on the others.
+    ``tests/spec/quantised.py`` is the reference. Bytes moved: the weights once for every 256
+    tokens, or with AMX for as many as 1 MiB holds, and for 128 at least.
 
     Args:
         x: [..., inputs].

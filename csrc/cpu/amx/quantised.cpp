@@ -1,9 +1,12 @@
-// Products of many tokens with weights of 8 or 4 bits, by AMX: a tile of weights is a block of inputs of
-// kPanel outputs, and meets the same block of kTileRows tokens. Results are those of quantised.cpp, bit
-// by bit: sums of a block are whole numbers, and floats are added in the same order.
+// Products of many tokens with weights of 8 or 4 bits, by AMX, in bfloat16: tokens are rounded to it, and so
+// are weights, once for all tokens, with the scale and the offset of their group. Those of layers without
+// groups are whole numbers, which it holds. Sums are float32.
 #include "quantised.h"
 
+#include <omp.h>
+
 #include "amx/tiles.h"
+#include "room.h"
 
 namespace kvr {
 namespace avx512 {
@@ -11,184 +14,278 @@ void multiply_quantised(const QuantisedLayer&);  // quantised.cpp
 }  // namespace avx512
 namespace KVR_ISA {
 
-static_assert(kPanel == kWidth && kTileRows == kWidth);
+static_assert(kPanel == kWidth && kTileRows == kWidth && kBlock == 2 * kWidth);
 
-constexpr int64_t kFewest = 16;            // tokens; fewer take less time without tiles
-constexpr int64_t kAtOnceBytes = 1 << 19;  // of tokens, which stay in a near cache
-constexpr int kInTiles = 4;                // blocks whose sums are in tiles
-constexpr int kSlots = 2 * kInTiles;       // the same in memory
+constexpr int64_t kFewest = 16;            // tokens; fewer take less time in 8 bits, without tiles
+constexpr int64_t kAtOnceBytes = 1 << 20;  // of tokens, which stay in the second cache
+constexpr int64_t kLeastAtOnce = 128;      // tokens that a weight is rounded for
+constexpr int kDeep = 8;                   // blocks whose rounded weights stay in the first cache
+constexpr int kSide = 2;                   // tiles of tokens, and panels, that meet in registers
+constexpr int kTileFloats = kTileRows * kPanel;
+constexpr int kTileHalves = 2 * kTileFloats;
 
-// 0 to 3: sums; 4 and 5: tokens; 6 and 7: weights.
-constexpr TileShapes kShapes = TileShapes{}
-                                   .with(0, 4, kTileRows, sizeof(Ints))
-                                   .with(4, 6, kTileRows, kBlock)
-                                   .with(6, 8, kBlock / kQuad, sizeof(Bytes));
+constexpr TileShapes kShapes = TileShapes{}.with(0, 8, kTileRows, kBlock * sizeof(BFloat16));
 
-using Tokens = Rounded<kTileRows>;
+// The size of parts of a whole that are as few as can be, of `most` at most, and about as large.
+inline int64_t even(int64_t whole, int64_t most) {
+  const int64_t parts = (whole + most - 1) / most;
+  return (whole + parts - 1) / parts;
+}
 
-// The sums of products of all blocks of a panel with all tiles of tokens, one after the other. No
-// instruction waits for the one before: each tile of sums is stored kInTiles blocks after it was computed,
-// and read from memory as many blocks later.
-class Stream {
+// Tiles meet inputs in pairs: of four that lie side by side the first and the third, and the others.
+inline __m512i in_pairs(__m512i of_token) {
+  alignas(64) static constexpr uint16_t kOrder[kBlock] = {
+      0,  2,  1,  3,  4,  6,  5,  7,  8,  10, 9,  11, 12, 14, 13, 15,
+      16, 18, 17, 19, 20, 22, 21, 23, 24, 26, 25, 27, 28, 30, 29, 31};
+  return _mm512_permutexvar_epi16(load_as<__m512i>(kOrder), of_token);
+}
+
+// Tokens in bfloat16.
+class Tokens {
  public:
-  Stream(const int8_t* x, const int8_t* weights, int64_t tiles, int64_t blocks)
-      : x_(x), weights_(weights), blocks_(blocks), count_(tiles * blocks) {
-    for (int i = 0; i < kSlots; ++i) advance();
+  int64_t blocks;
+  BFloat16* values;  // [tokens / kTileRows, blocks, kTileRows, kBlock]; inputs are padded by zeros
+
+  void resize(int64_t tokens, int64_t inputs) {
+    blocks = (inputs + kBlock - 1) / kBlock;
+    values = values_.of((tokens + kTileRows - 1) / kTileRows * blocks * kTileHalves);
   }
 
-  // [kTileRows]; of the next block.
-  const Ints* next() {
-    const Ints* const sums = sums_[ahead_ % kSlots];
-    advance();
-    return sums;
+  const BFloat16* tile(int64_t token, int64_t block) const {
+    return values + (token / kTileRows * blocks + block) * kTileHalves;
+  }
+
+  // The layer's token, as that of a row.
+  template <class E>
+  void round_token(const QuantisedLayer& l, int64_t token, int64_t row) {
+    const E* x = static_cast<const E*>(l.x) + token * l.inputs;
+    BFloat16* to = values + row / kTileRows * blocks * kTileHalves + row % kTileRows * kBlock;
+    for (int64_t left = l.inputs; left > 0; left -= kBlock, x += kBlock, to += kTileHalves) {
+      E padded[kBlock];
+      const E* from = x;
+      if (left < kBlock) {
+        std::memset(reinterpret_cast<void*>(padded), 0, sizeof padded);
+        from = std::copy_n(x, left, padded) - left;
+      }
+      const auto halves = _mm512_cvtne2ps_pbh((__m512)E::load(from + kWidth), (__m512)E::load(from));
+      const __m512i pairs = in_pairs((__m512i)halves);
+      std::memcpy(to, &pairs, sizeof pairs);
+    }
   }
 
  private:
-#define KVR_MULTIPLY(sums, x, weights)                     \
-  _tile_stored(sums, to, sizeof(Ints));                    \
-  _tile_zero(sums);                                        \
-  _tile_loadd(x, x_ + place, kBlock);                      \
-  _tile_loadd(weights, weights_ + weight_, sizeof(Bytes)); \
-  _tile_dpbssd(sums, x, weights)
-
-  void advance() {
-    Ints* const to = sums_[(ahead_ + kInTiles) % kSlots];
-    const int64_t place = std::min(ahead_, count_ - 1) * kTileRows * kBlock;
-    switch (ahead_ % kInTiles) {
-      case 0: KVR_MULTIPLY(0, 4, 6); break;
-      case 1: KVR_MULTIPLY(1, 5, 7); break;
-      case 2: KVR_MULTIPLY(2, 4, 6); break;
-      default: KVR_MULTIPLY(3, 5, 7);
-    }
-    weight_ += kBlock * kPanel;
-    if (weight_ == blocks_ * kBlock * kPanel) weight_ = 0;
-    ++ahead_;
-  }
-#undef KVR_MULTIPLY
-
-  const int8_t* const x_;
-  const int8_t* const weights_;
-  const int64_t blocks_, count_;
-  int64_t ahead_ = 0, weight_ = 0;
-  Ints sums_[kSlots][kTileRows];
+  Room<BFloat16> values_;
 };
 
-// kPanel outputs.
-template <class E, int kBits, bool kGroups>
-class Panel {
+// Weights in bfloat16.
+template <int kBits>
+class Widening {
  public:
-  Panel(const QuantisedLayer& layer, const Tokens& x, int64_t first_token, int64_t panel)
-      : l_(layer), x_(x), first_token_(first_token), output_(panel * kPanel) {
-    weights_ = in_8_bits(l_.weights + panel * x.blocks * kBlock * kPanel * kBits / 8);
-    if (kGroups) groups_ = static_cast<const Float16*>(l_.groups) + panel * l_.num_groups() * 2 * kPanel;
+  Widening(const QuantisedLayer& layer, int64_t blocks) : l_(layer), blocks_(blocks) {}
+
+  // A tile; that which is read next may come from memory meanwhile.
+  void widen(int64_t panel, int64_t block, const int8_t* next, __m512i* to) const {
+    Floats scale = splat(1), offset = {};
+    if (l_.groups) {
+      const int64_t group = panel * l_.num_groups() + block * kBlock / l_.group;
+      const Float16* const both = static_cast<const Float16*>(l_.groups) + group * 2 * kPanel;
+      scale = Float16::load(both);
+      offset = Float16::load(both + kPanel);
+    }
+    offset -= scale * kBias;
+    const int8_t* const from = tile(panel, block);
+    for (int i = 0; i < kBytes; i += sizeof(__m512i)) {
+      __builtin_prefetch(next + i, 0, 2);
+      const __m512i words = load_as<__m512i>(from + i);
+      *to++ = pair<0>(words, scale, offset);
+      *to++ = pair<8>(words, scale, offset);
+      if constexpr (kBits == 4) {  // low halves of bytes are of the first inputs
+        *to++ = pair<4>(words, scale, offset);
+        *to++ = pair<12>(words, scale, offset);
+      }
+    }
   }
 
-  void multiply(int64_t tokens) const {
-    Tiles::seen();
-    Stream sums(x_.values, weights_, (tokens + kTileRows - 1) / kTileRows, x_.blocks);
-    for (int64_t token = 0; token < tokens; token += kTileRows) {
-      Floats totals[kTileRows];
-      add_up(sums, token, totals);
-      const int64_t some = std::min<int64_t>(kTileRows, tokens - token);
-      for (int t = 0; t < some; ++t)
-        store_result<E>(l_, first_token_ + token + t, output_, totals[t]);
+  const int8_t* tile(int64_t panel, int64_t block) const {
+    return l_.weights + (panel * blocks_ + block) * kBytes;
+  }
+
+ private:
+  static constexpr int kBytes = kBlock * kPanel * kBits / 8;
+  static constexpr float kBias = kBits == 8 ? 384 : 16;  // what number() adds
+
+  // The numbers whose first bit is the words' bit `at`, as the mantissas of floats whose unit they are; the
+  // sign of 8 bits, as a whole number's, has its opposite.
+  template <int at>
+  static Floats number(__m512i words) {
+    constexpr int kFirst = 23 - kBits;
+    constexpr int kLeft = kFirst - at;
+    constexpr int kMask = ((1 << kBits) - 1) << kFirst;
+    constexpr int kOne = (127 + kBits) << 23 | (kBits == 8 ? 1 << 22 : 0);
+    __m512i bits;
+    if constexpr (kLeft >= 0) bits = _mm512_slli_epi32(words, kLeft);
+    else bits = _mm512_srli_epi32(words, -kLeft);
+    constexpr int kAndXor = 0x6a;
+    return (Floats)_mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(kMask), _mm512_set1_epi32(kOne),
+                                             kAndXor);
+  }
+
+  // Of numbers from bit `at` on, and 16 bits beyond; rounded to nearest.
+  template <int at>
+  static __m512i pair(__m512i words, Floats scale, Floats offset) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const auto first = (__m512i)(number<at>(words) * scale + offset);
+    const auto second = (__m512i)(number<at + 16>(words) * scale + offset);
+    constexpr __mmask32 kSecond = 0xaaaaaaaa;
+    return _mm512_mask_mov_epi16(_mm512_srli_epi32(_mm512_add_epi32(first, half), 16), kSecond,
+                                 _mm512_add_epi32(second, half));
+  }
+
+  const QuantisedLayer& l_;
+  const int64_t blocks_;
+};
+
+// Some panels, kSide at a time, in passes of kDeep blocks or fewer. While tiles are multiplied, the weights
+// of the next pass are rounded, some with each step: they need no tiles.
+template <class E, int kBits>
+class Panels {
+ public:
+  Panels(const QuantisedLayer& layer, const Tokens& x, int64_t first_token, int64_t tokens)
+      : l_(layer), x_(x), first_token_(first_token), tokens_(tokens), deep_(even(x.blocks, kDeep)),
+        widening_(layer, x.blocks) {}
+
+  // From `begin` on, a multiple of kSide, up to `end`.
+  void multiply(int64_t begin, int64_t end) const {
+    thread_local Room<float> room;
+    float* const sums = room.of((tokens_ + kTileRows) * kSide * kPanel);
+    alignas(64) __m512i weights[2][kDeep * kSide * kTileRows];
+    const int64_t rows = kSide * kTileRows, steps = (tokens_ + rows - 1) / rows;
+    Pass now = pass(begin, 0), next = now;
+    if (begin < end) widen(now, 0, now.tiles(), weights[0]);
+    for (int which = 0; now.panel < end; which ^= 1, now = next) {
+      next = after(now);
+      const bool last = next.block == 0;
+      for (int64_t step = 0; step < steps; ++step) {
+        if (next.panel < end)
+          widen(next, next.tiles() * step / steps, next.tiles() * (step + 1) / steps, weights[which ^ 1]);
+        if (last && step) store(now.panel, (step - 1) * rows, sums);
+        const int64_t token = step * rows;
+        const auto add = tokens_ - token > kTileRows ? &Panels::add<kSide> : &Panels::add<1>;
+        (this->*add)(now, token, weights[which], sums + token * kSide * kPanel);
+      }
+      if (last) store(now.panel, (steps - 1) * rows, sums);
     }
   }
 
  private:
-  // Tiles take no weights of 4 bits.
-  const int8_t* in_8_bits(const int8_t* weights) const {
-    if constexpr (kBits == 8) return weights;
-    thread_local Room<int8_t> room;
-    int8_t* const wide = room.of(x_.blocks * kBlock * kPanel);
-    int8_t* to = wide;
-    for (int64_t i = 0; i < x_.blocks * kBlock; i += 2 * kQuad) {
-      const Bytes both = load_as<Bytes>(weights + i * kPanel / 2);
-      const Bytes halves[2] = {low_halves(both), high_halves(both)};
-      std::memcpy(to, halves, sizeof halves);
-      to += sizeof halves;
-    }
-    return wide;
-  }
+  struct Pass {
+    int64_t panel, block, blocks;  // the first ones; how many blocks
+    int64_t tiles() const { return blocks * kSide; }
+  };
 
-  void add_up(Stream& products, int64_t token, Floats* totals) const {
-    const int64_t first = x_.place(token, 0);
-    const float* scales = x_.scales + first;
-    if constexpr (!kGroups) {
-      Floats own[kTileRows] = {};
-      for (int64_t b = 0; b < x_.blocks; ++b) add_block(products.next(), scales + b * kTileRows, own);
-      KVR_UNROLL for (int t = 0; t < kTileRows; ++t) totals[t] = own[t];
-      return;
-    }
-    const int32_t* sums = x_.sums + first;
-    const int64_t per_group = l_.group / kBlock;
-    for (int t = 0; t < kTileRows; ++t) totals[t] = Floats{};
-    for (int64_t g = 0; g < l_.num_groups(); ++g) {
-      Floats group[kTileRows] = {}, offsets = {};
-      const int64_t end = std::min((g + 1) * per_group, x_.blocks);
-      for (int64_t b = g * per_group; b < end; ++b) {
-        const int64_t at = b * kTileRows;
-        add_block(products.next(), scales + at, group);
-        offsets += load_as<Floats>(scales + at) *
-                   __builtin_convertvector(load_as<Ints>(sums + at), Floats);
-      }
-      const Floats scale = Float16::load(groups_ + g * 2 * kPanel);
-      const Floats offset = Float16::load(groups_ + (g * 2 + 1) * kPanel);
-      float of_tokens[kTileRows];
-      std::memcpy(of_tokens, &offsets, sizeof offsets);
-      KVR_UNROLL for (int t = 0; t < kTileRows; ++t) {
-        totals[t] += scale * group[t];
-        totals[t] += offset * of_tokens[t];
-      }
+  Pass pass(int64_t panel, int64_t block) const {
+    if (block == x_.blocks) panel += kSide, block = 0;
+    return {panel, block, std::min(deep_, x_.blocks - block)};
+  }
+  Pass after(const Pass& now) const { return pass(now.panel, now.block + now.blocks); }
+
+  // Tiles of a pass, from one on up to another; a panel that is missing is the one before.
+  void widen(const Pass& pass, int64_t first, int64_t last, __m512i* to) const {
+    const Pass next = after(pass);
+    const int64_t panels = (l_.outputs + kPanel - 1) / kPanel;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t block = i / kSide, side = i % kSide;
+      widening_.widen(std::min(pass.panel + side, panels - 1), pass.block + block,
+                      widening_.tile(next.panel + side, next.block + block), to + i * kTileRows);
     }
   }
 
-  static void add_block(const Ints* sums, const float* scales, Floats (&to)[kTileRows]) {
-    KVR_UNROLL for (int t = 0; t < kTileRows; ++t)
-      to[t] += __builtin_convertvector(sums[t], Floats) * scales[t];
+  // The products of a pass with T tiles of tokens. sums: [T, kSide] tiles
+  template <int T>
+  void add(const Pass& pass, int64_t token, const __m512i* weights, float* sums) const {
+    constexpr int kRow = kPanel * sizeof(float);
+    Tiles::seen();
+    if (pass.block) {
+      _tile_loadd(0, sums, kRow);
+      _tile_loadd(1, sums + kTileFloats, kRow);
+      if constexpr (T > 1) {
+        _tile_loadd(2, sums + 2 * kTileFloats, kRow);
+        _tile_loadd(3, sums + 3 * kTileFloats, kRow);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    const BFloat16* x = x_.tile(token, pass.block);
+    for (int64_t b = 0; b < pass.blocks; ++b, x += kTileHalves, weights += kSide * kTileRows) {
+      _tile_loadd(4, x, kRow);
+      _tile_loadd(6, weights, kRow);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights + kTileRows, kRow);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (T > 1) {
+        _tile_loadd(5, x + x_.blocks * kTileHalves, kRow);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, sums, kRow);
+    _tile_stored(1, sums + kTileFloats, kRow);
+    if constexpr (T > 1) {
+      _tile_stored(2, sums + 2 * kTileFloats, kRow);
+      _tile_stored(3, sums + 3 * kTileFloats, kRow);
+    }
+    Tiles::seen();
+  }
+
+  // The results of kSide tiles of tokens, or of as many as there are.
+  void store(int64_t panel, int64_t token, const float* sums) const {
+    const int64_t end = std::min<int64_t>(token + kSide * kTileRows, tokens_);
+    for (; token < end; ++token) {
+      const float* from = sums + token / kTileRows * kSide * kTileFloats + token % kTileRows * kPanel;
+      for (int64_t output = panel * kPanel; output < std::min((panel + kSide) * kPanel, l_.outputs);
+           output += kPanel, from += kTileFloats)
+        store_result<E>(l_, first_token_ + token, output, load_as<Floats>(from));
+    }
   }
 
   const QuantisedLayer& l_;
   const Tokens& x_;
-  const int64_t first_token_, output_;
-  const int8_t* weights_;
-  const Float16* groups_ = nullptr;
+  const int64_t first_token_, tokens_, deep_;
+  const Widening<kBits> widening_;
 };
 
-template <class E, int kBits, bool kGroups>
-static void multiply_as(const QuantisedLayer& l) {
-  thread_local Tokens own;
-  Tokens& x = own;  // of the calling thread
-  const int64_t panels = (l.outputs + kPanel - 1) / kPanel;
-  const int64_t at_once = std::max(kAtOnceBytes / l.inputs / kTileRows, int64_t{4}) * kTileRows;
-  x.resize(std::min(l.tokens, at_once), l.inputs);
-  for (int64_t first = 0; first < l.tokens; first += at_once) {
-    const int64_t tokens = std::min(at_once, l.tokens - first);
-    const bool parallel = l.outputs * tokens * l.inputs > kSerialProducts;
+template <class E, int kBits>
+struct Products {
+  static void multiply(const QuantisedLayer& l) {
+    thread_local Tokens own;
+    Tokens& x = own;  // of the calling thread
+    const int64_t pairs = (l.outputs + kSide * kPanel - 1) / (kSide * kPanel);
+    constexpr int64_t kRows = kSide * kTileRows;
+    const int64_t most = std::max<int64_t>(kAtOnceBytes / (l.inputs * sizeof(BFloat16)), kLeastAtOnce);
+    const int64_t at_once = (even(l.tokens, most) + kRows - 1) / kRows * kRows;
+    x.resize(std::min(l.tokens, at_once), l.inputs);
+    for (int64_t first = 0; first < l.tokens; first += at_once) {
+      const int64_t tokens = std::min(at_once, l.tokens - first);
+      const bool parallel = l.outputs * tokens * l.inputs > kSerialProducts;
 #pragma omp parallel if (parallel)
-    {
+      {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < tokens; ++t) x.round_token<E>(l, first + t, t);
-      const Tiles tiles(kShapes);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < panels; ++i) Panel<E, kBits, kGroups>(l, x, first, i).multiply(tokens);
+        for (int64_t t = 0; t < tokens; ++t) x.round_token<E>(l, first + t, t);
+        const Tiles tiles(kShapes);
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        Panels<E, kBits>(l, x, first, tokens)
+            .multiply(pairs * thread / threads * kSide, pairs * (thread + 1) / threads * kSide);
+      }
     }
   }
-}
-
-template <class E>
-static void multiply_of(const QuantisedLayer& l) {
-  if (l.bits == 8) return l.groups ? multiply_as<E, 8, true>(l) : multiply_as<E, 8, false>(l);
-  return l.groups ? multiply_as<E, 4, true>(l) : multiply_as<E, 4, false>(l);
-}
+};
 
 void multiply_quantised(const QuantisedLayer& layer) {
   if (layer.tokens < kFewest) return avx512::multiply_quantised(layer);
-  switch (layer.dtype) {
-    case DType::kBFloat16: return multiply_of<BFloat16>(layer);
-    case DType::kFloat16: return multiply_of<Float16>(layer);
-    case DType::kFloat32: return multiply_of<Float32>(layer);
-  }
+  multiply_by<Products>(layer);
 }
 
 }  // namespace KVR_ISA
