@@ -31,8 +31,8 @@ class CudaRetrieval(RetrievalPlatform):
     def finer_options(cls, vllm_config: "VllmConfig", method: str) -> Mapping[str, Any]:
         """A method that keeps the cache on a disk keeps it in host memory here."""
         options = options_of(vllm_config)
-        at_home = presets()[method].home == "disk"
-        return {"home": "host"} if at_home and "home" not in (options or {}) else {}
+        names_none = isinstance(options, Mapping) and "home" not in options
+        return {"home": "host"} if names_none and presets()[method].home == "disk" else {}
 
     @classmethod
     def add_drafter(cls, vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
