@@ -88,9 +88,11 @@ WORKAROUNDS = (
         "On CPUs the rejection sampler verifies drafts of requests that sample by temperatures, "
         "top_k and top_p that nobody has written: the function that repeats them for each draft "
         "writes floats and int32 into a copy. And in a step without drafts it verifies none at "
-        "length, and fails at a request with top_k and without top_p.",
+        "length, and fails at a request with top_k and without top_p. Everywhere it counts "
+        "min_tokens without the drafts before a token.",
         "The output that the sampler has allocated holds what is repeated, of whatever type, and "
-        "a step without drafts is sampled as in an engine without.",
+        "a step without drafts is sampled as in an engine without, and an answer may end behind "
+        "drafts with which it is long enough.",
     ),
     Workaround(
         "upstream.rotations.keep_rotations",
