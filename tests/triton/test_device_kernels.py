@@ -207,7 +207,7 @@ def a_step(layer):
     ("changed", "message"),
     [
         ({"index": Landmark()}, "there is no kernel for index=landmark; use one of min_max, mean"),
-        ({"cache": None}, "the index is not over the cache that is written"),
+        ({"index": Mean(), "cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),
     ],
@@ -221,6 +221,17 @@ def test_indexes_that_kernels_do_not_take(changed, message):
         kernels.index_pages(torch.zeros(1, dtype=torch.int32), layer.choosers[0].store)
     tokens = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
+        kernels.write_kv(tokens, tokens, torch.zeros(1, dtype=torch.int64), layer.cache,
+                         [layer.choosers[0].store])  # fmt: skip
+
+
+def test_an_index_without_a_cache_takes_keys_one_by_one_alone():
+    """As one of encoded pages does."""
+    layer = a_layer(cache=None)
+    with pytest.raises(ValueError, match="the index has no cache with the keys of pages"):
+        kernels.index_pages(torch.zeros(1, dtype=torch.int32), layer.choosers[0].store)
+    tokens = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the index is not over the cache that is written"):
         kernels.write_kv(tokens, tokens, torch.zeros(1, dtype=torch.int64), layer.cache,
                          [layer.choosers[0].store])  # fmt: skip
 

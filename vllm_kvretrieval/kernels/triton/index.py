@@ -166,6 +166,8 @@ def index_pages(pages: torch.Tensor, store: IndexRecords) -> None:
     check_store(store)
     if not store.records.shape[2] or len(pages) == 0:
         return
+    if store.cache is None:
+        raise ValueError("the index has no cache with the keys of pages")
     parts = torch.arange(store.parts, device=pages.device)
     _build((pages[:, None] * store.parts + parts).flatten(), False, store)
 
