@@ -67,6 +67,8 @@ def share_process(vllm_config: VllmConfig) -> None:
         return
     parallel.distributed_executor_backend = f"{__name__}.{EngineExecutor.__name__}"
     _start_as_workers()
+    if cores := _cores_of_both(OMPProcessManager(vllm_config)):
+        _release_first_core(cores)  # before there are threads, which would stay there
 
 
 @functools.cache
@@ -91,13 +93,17 @@ def started_on_cores(vllm_config: VllmConfig) -> Iterator[None]:
         vllm_config: Of an engine whose worker has no process of its own.
     """
     manager = OMPProcessManager(vllm_config)
-    cores = manager.cpu_lists[0] if manager.cpu_lists and not manager.use_iomp else []
-    forked = bool(cores) and places() == cores and torch.get_num_threads() == len(cores)
-    if forked:
-        _release_first_core(cores)
-    way = _forking() if forked else contextlib.nullcontext()
+    way = _forking() if _cores_of_both(manager) else contextlib.nullcontext()
     with manager.configure_omp_envs(rank=0, local_rank=0), way:
         yield
+
+
+def _cores_of_both(manager: OMPProcessManager) -> list[int]:
+    """The worker's cores, if OpenMP has bound its threads to them in this process, too: an engine
+    is forked then."""
+    cores: list[int] = manager.cpu_lists[0] if manager.cpu_lists and not manager.use_iomp else []
+    bound = places() == cores and torch.get_num_threads() == len(cores)
+    return cores if bound else []
 
 
 def places() -> list[int]:
