@@ -239,16 +239,13 @@ def run(args: argparse.Namespace) -> int:
             status.set(f"starting {spec.name}")
             log = args.output.with_name(f"{args.output.stem}-{spec.name.replace(' ', '-')}.log")
             engine = stack.enter_context(EngineProcess(spec, log, status.tick))
+            if args.cold:
+                engine.collective_rpc("start_steps", True)
             engine.pause()
             lanes += [Lane(name, engine, options) for name, options in WAYS[spec.name].items()]
         for lane in lanes:
             status.set(f"warm-up, {lane.name}")
             lane.answer(prompts.of("copy", 2, 1024), 24, 0.0)
-        for engine in {id(lane.engine): lane.engine for lane in lanes}.values():
-            if args.cold:
-                engine.resume()
-                engine.collective_rpc("start_steps", True)
-                engine.pause()
         for context in sorted(args.contexts):
             args.context = context
             for kind in args.kinds:

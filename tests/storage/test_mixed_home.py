@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.support import mixed_models, torchvision
+from tests.support import mixed_models
 from tests.support.device_models import ROTATED_IN_TORCH
 from tests.support.engine import (
     Request,
@@ -86,14 +86,8 @@ def ask(llm, options=None):
     return [*answers, *drive(llm, [turn])]
 
 
-def marks(name):
-    """Of the tests of a family."""
-    lacks = name == "qwen3_5" and not torchvision.is_there()
-    return [pytest.mark.slow, pytest.mark.skipif(lacks, reason=torchvision.MISSING)]
-
-
 QUICK = ["gemma4_shared", "lfm2"]
-SLOW = [pytest.param(name, marks=marks(name)) for name in RETRIEVING if name not in QUICK]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RETRIEVING if name not in QUICK]
 
 
 @pytest.fixture(scope="module", params=[*QUICK, *SLOW])

@@ -14,7 +14,7 @@ from tests.store.test_store_engine import (
     opened,
     prompt,
 )
-from tests.support import mixed_models, torchvision
+from tests.support import mixed_models
 from tests.support.engine import engine
 from vllm_kvretrieval.attention.cpu.refusals import STABLE_HASH
 from vllm_kvretrieval.store.add import context_keys
@@ -52,8 +52,6 @@ def lives(request, tmp_path_factory):
     a window or state; and how much of that document is whole."""
     path, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("lives") / "store"
     name, home = request.param
-    if name == "qwen3_5" and not torchvision.is_there():
-        pytest.skip(torchvision.MISSING)
     torch.manual_seed(0)
     getattr(mixed_models, name)().save_pretrained(path)
     retrieval = {"home": home, "store": str(directory), "budget": 512, "page_size": PAGE}

@@ -8,6 +8,7 @@ it finds their declarations; a call of one of them is an error.
 import sys
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 from benchmarks.common import ROOT
@@ -17,18 +18,15 @@ OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-MISSING = "vLLM loads Qwen3.5 with torchvision only: make torchvision"
 _declared: list[torch.library.Library] = []
 
 
-def is_there() -> bool:
-    """Whether a package can be imported, with operators or without."""
-    return find_spec("torchvision") is not None or (FOLDER / "torchvision").is_dir()
-
-
 def permit() -> None:
-    """Let this process import torchvision, and those that it has forked (``workers.py``)."""
+    """Let this process import torchvision, and those that it has forked (``workers.py``); without
+    the package the test is skipped."""
     if find_spec("torchvision") is None:
+        if not (FOLDER / "torchvision").is_dir():
+            pytest.skip("vLLM loads Qwen3.5 with torchvision only: make torchvision")
         sys.path.append(str(FOLDER))
     declare()
 

@@ -256,7 +256,7 @@ class Drafter:
             requests.append(_Request(batch[place], place, context, match, pace, cost, ways))
         return self._draft(requests, len(sampled_token_ids))
 
-    def _draft(self, requests: Sequence["_Request"], places: int) -> list[list[int]]:
+    def _draft(self, requests: Sequence[_Request], places: int) -> list[list[int]]:
         """The draft tokens by place in the batch."""
         drafts: list[list[int]] = [[] for _ in range(places)]
         rows = list[Row]()
