@@ -188,6 +188,11 @@ class RetrievalConfig(Options):
         """Whether the KV cache of retrieval layers is laid out token by token."""
         return any(method.per_token for method in self.methods.values())
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether methods keep tokens of prompts, chosen by attention that is observed."""
+        return any(method.observes for method in self.methods.values())
+
     def lets_set(self, option: str) -> bool:
         """Whether a request may set an option (``client_options``)."""
         return self.client_options is None or option in self.client_options

@@ -264,11 +264,6 @@ class RetrievalLayers:
             )  # fmt: skip
 
 
-def keeps_tokens(config: RetrievalConfig) -> bool:
-    """Whether lists have tokens that are kept of prompts, and all after them."""
-    return any(method.observes for method in config.methods.values())
-
-
 def make_selection(
     config: RetrievalConfig,
     room: Capacity,
@@ -282,7 +277,7 @@ def make_selection(
     Tokens that are selected at a step are not remembered, those that are kept of a prompt are.
     ``heads`` are the places of the layer's KV heads among all of the worker.
     """
-    remembers = keeps_tokens(config) or not config.token_major
+    remembers = config.keeps_tokens or not config.token_major
     most = room.most_chosen(heads) if remembers else 1
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
@@ -309,7 +304,7 @@ def make_workspace(
     limited = all(Need.HEADS not in method.needs for method in config.methods.values())
     finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
     width = max(config.budget_limit // unit, room.listed, 0 if limited else pages)
-    keeps = keeps_tokens(config)
+    keeps = config.keeps_tokens
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
@@ -367,7 +362,7 @@ def fixed_bytes(
     sizes = rows, max_model_len, nowhere
     made = (make_workspace(config, heads.room, shape, *sizes, drafts=drafts) for shape in shapes)
     total += sum(workspace.nbytes for workspace in made)
-    if keeps_tokens(config) and shapes:
+    if config.keeps_tokens and shapes:
         of_layers = [places.stop - places.start for places in heads.places.values()]
         _, group, head_size = max(shapes)
         tokens = max_model_len + step_tokens

@@ -51,7 +51,7 @@ def exact_below(config: RetrievalConfig, token_bytes: int, rows: int) -> int:
     """
     if config.exact_below is not None:
         return config.exact_below
-    if any(method.observes for method in config.methods.values()):
+    if config.keeps_tokens:
         return 0
     return config.budget + SPARE_BYTES // (token_bytes * max(rows, 1))
 
@@ -178,12 +178,11 @@ class RunningRequests:
         self.kept: KeptPrompts | None = None
         self._unread = set[int]()
         self._ends = StagedWriteTensor(capacity, dtype=torch.int32, device=device)
-        keeps = any(method.observes for method in config.methods.values())
-        if self.room.allotments or heads.fixed or keeps:
+        if self.room.allotments or heads.fixed or config.keeps_tokens:
             shape = capacity, self.retrieval_heads
             self._selected = np.zeros(shape, dtype=np.int32)
             self._counts = StagedWriteTensor(shape, dtype=torch.int32, device=device)
-        if keeps:
+        if config.keeps_tokens:
             assert self._selected is not None
             assert self._counts is not None
             places = self.room, device, self._counts.gpu
