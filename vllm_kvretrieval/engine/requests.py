@@ -123,8 +123,7 @@ class RequestTable:
         self.config, self._reader = config, RequestReader(config)
         self.room, self.fixed = room, fixed or {}
         self.selected: torch.Tensor | None = None
-        methods = config.methods.values()
-        if room.allotments or self.fixed or any(method.observes for method in methods):
+        if room.allotments or self.fixed or config.keeps_tokens:
             self.selected = torch.zeros(capacity, retrieval_heads, dtype=torch.int32)
         self.kept = None
         if self.selected is not None and heads is not None:
