@@ -40,7 +40,8 @@ from vllm_kvretrieval.upstream.defaults import all_cores
 KINDS = {"known": 4, "new": 3, "abort": 3, "leave": 2, "refused": 2}
 """Kinds of visits, and how often one is drawn beside the others."""
 ROUTE = "/v1/completions"
-TIMEOUT_S = 600
+TIMEOUT_S = 3600
+"""Of a visit: on a machine that does other work, too, an answer may take long and still come."""
 NEAR = 1.0
 """By how many nats a token may be less likely than another that is taken in its place: answers to
 the same question differ by rounding where they are computed beside others."""
