@@ -336,7 +336,6 @@ class BareEngine:
             value[..., 1] = torch.arange(HEADS) - 0.5
             value[..., 2] = number / LAYERS
             key, value = key.to(self.dtype), value.to(self.dtype)
-            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, common.slot_mapping)
             output = torch.empty_like(query)
             layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
             self._check(output.float(), codes, number, metadata)

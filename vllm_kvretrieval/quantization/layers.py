@@ -13,8 +13,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_kvretrieval.quantization.packing import Packed, rows_of
-from vllm_kvretrieval.quantization.product import multiply
+from vllm_kvretrieval.quantization.packing import Packed
+from vllm_kvretrieval.quantization.product import multiply, rows_of
 from vllm_kvretrieval.quantization.rounding import rounded
 
 VOCABULARY_BITS = 8

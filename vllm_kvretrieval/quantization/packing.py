@@ -105,21 +105,3 @@ def unpack(packed: Packed) -> torch.Tensor:
         wide = groups.float().repeat_interleave(group, 1)[:, : values.shape[2]]
         values = values * wide[:, :, 0].transpose(1, 2) + wide[:, :, 1].transpose(1, 2)
     return (values.flatten(0, 1) * scales[:, None])[:outputs, :inputs]
-
-
-def rows_of(packed: Packed, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights of single outputs, for embeddings; of 8 bits without groups.
-
-    Args:
-        packed: All weights.
-        outputs: int64, any shape; from 0 to ``packed.outputs``.
-        dtype: Of the result.
-
-    Returns:
-        [*outputs.shape, inputs].
-    """
-    if packed.bits != 8 or packed.groups is not None:
-        raise ValueError("rows are taken from weights of 8 bits without groups")
-    numbers = packed.weights.view(torch.int8)[outputs // PANEL, :, outputs % PANEL]
-    values = numbers.flatten(-2)[..., : packed.inputs].float()
-    return (values * packed.scales[outputs].unsqueeze(-1)).to(dtype)

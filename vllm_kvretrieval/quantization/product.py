@@ -18,6 +18,15 @@ def multiply(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) 
     )
 
 
+def rows_of(packed: Packed, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights of single outputs, for embeddings, by :func:`quantised_rows` as an op."""
+    if packed.bits != 8 or packed.groups is not None:
+        raise ValueError("rows are taken from weights of 8 bits without groups")
+    return torch.ops.kv_retrieval.quantised_rows(
+        packed.weights, packed.scales, outputs, packed.inputs, dtype
+    )
+
+
 def quantised_linear(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -106,6 +115,52 @@ direct_register_custom_op(
     "quantised_linear",
     quantised_linear,
     fake_impl=_shape_of,
+    target_lib=_library,
+    dispatch_key="CPU",
+)
+
+
+def quantised_rows(
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    outputs: torch.Tensor,
+    inputs: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Weights of single outputs, of 8 bits without groups.
+
+    It is an op for the compiler's sake, which otherwise takes it into the kernels of the layers
+    that read the result, and computes it in each, one number at a time.
+
+    Args:
+        weights: See :class:`~vllm_kvretrieval.quantization.packing.Packed`, as the scales.
+        outputs: int64, any shape; those whose weights are wanted.
+        inputs: Weights of each.
+        dtype: Of the result.
+
+    Returns:
+        [*outputs.shape, inputs].
+    """
+    numbers = weights.view(torch.int8)[outputs // PANEL, :, outputs % PANEL]
+    values = numbers.flatten(-2)[..., :inputs].float()
+    return (values * scales[outputs].unsqueeze(-1)).to(dtype)
+
+
+def _shape_of_rows(
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    outputs: torch.Tensor,
+    inputs: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """An empty result of :func:`quantised_rows`, of which the compiler takes shape and dtype."""
+    return scales.new_empty(*outputs.shape, inputs, dtype=dtype)
+
+
+direct_register_custom_op(
+    "quantised_rows",
+    quantised_rows,
+    fake_impl=_shape_of_rows,
     target_lib=_library,
     dispatch_key="CPU",
 )

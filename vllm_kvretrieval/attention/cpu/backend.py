@@ -17,6 +17,7 @@ from vllm_kvretrieval.retrieval.presets import backend_names
 class RetrievalBackend(CPUAttentionBackend):
     """vLLM's CPU attention; decode over selected pages where the context exceeds the budget."""
 
+    forward_includes_kv_cache_update = True  # one op of vLLM's less per layer
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(KV_CACHE_DTYPES)
 

@@ -1,6 +1,5 @@
 """Attention of one layer."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter_ns
@@ -67,6 +66,32 @@ class Durations:
         return taken
 
 
+class Halves:
+    """Keys and values of a KV cache, as vLLM's kernels take them: views, made once per cache.
+
+    A step that decodes a token spends more time on Python between two layers than on their kernels,
+    since the weights have displaced its code and data from the processor's caches.
+    """
+
+    def __init__(self) -> None:
+        self._cache: torch.Tensor | None = None
+        self._halves: tuple[torch.Tensor, torch.Tensor]
+
+    def of(self, cache: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its keys and its values, each [pages, heads, page_size, head_size].
+
+        Args:
+            cache: [pages, heads, page_size, 2 * head_size], or with one head [units, page_size,
+                2 * head_size].
+            heads: KV heads of a page.
+        """
+        if cache is not self._cache:
+            pages = cache.view(len(cache), heads, -1, cache.shape[-1] // 2)
+            keys, values = pages.chunk(2, dim=2)
+            self._cache, self._halves = cache, (keys, values)
+        return self._halves
+
+
 class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; decode rows of a retrieval layer attend to lists of their own.
 
@@ -97,6 +122,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.staging: PrefillStaging | None = None
         self.storage: LayerStorage = IN_PLACE
         self.durations = Durations()
+        self._written, self._reached = Halves(), Halves()
 
     def attach(
         self,
@@ -146,10 +172,20 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
+        """Write a step's keys and values, and take them into the page indexes."""
         if self.storage.token_major:
             self.kernels.write_token_major(key, value, slot_mapping, kv_cache)
         else:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            ops.cpu_attn_reshape_and_cache(
+                key,
+                value,
+                *self._written.of(kv_cache, self.num_kv_heads),
+                slot_mapping,
+                layer.isa,  # type: ignore[arg-type]
+                layer._k_scale_float,  # type: ignore[arg-type]
+                layer._v_scale_float,  # type: ignore[arg-type]
+                self.kv_cache_dtype,
+            )
         for store in self.indexes:
             self.kernels.update_index(key, slot_mapping, store)
         self.storage.written(slot_mapping)
@@ -166,15 +202,19 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``CPUAttentionBackendImpl.forward``."""
-        by_vllm = functools.partial(
-            super().forward, layer, query, key, value, kv_cache, attn_metadata, output,
-            output_scale, output_block_scale,
-        )  # fmt: skip
-        if not isinstance(attn_metadata, RetrievalMetadata):
-            return by_vllm()
-        split, full = attn_metadata.split, attn_metadata.full
+        """See ``CPUAttentionBackendImpl.forward``; keys and values are written first."""
+        scales = output_scale, output_block_scale
+        if attn_metadata is None:  # a warm-up
+            return super().forward(layer, query, key, value, kv_cache, None, output, *scales)
+        if key is not None and self.kv_sharing_target_layer_name is None:
+            slots = attn_metadata.slot_mapping
+            if len(key) > len(slots):  # the rest of the batch is padding
+                key, value = key[: len(slots)], value[: len(slots)]
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         step = layer, query, key, value, kv_cache
+        if not isinstance(attn_metadata, RetrievalMetadata):
+            return super().forward(*step, attn_metadata, output, *scales)
+        split, full = attn_metadata.split, attn_metadata.full
         drafted = attn_metadata.drafted
         with self.storage.contexts(attn_metadata.reads):
             if attn_metadata.loaded is not None:
@@ -194,7 +234,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 for part in full.prompts:
                     self._attend_to_prompts(layer, query, kv_cache, part, output)
             else:
-                by_vllm()
+                super().forward(*step, attn_metadata, output, *scales)
             for number, watcher in self.watchers.items():
                 watcher.watch(query, kv_cache, attn_metadata.seen.get(number), split)
             if self.sources is not None and attn_metadata.observed is not None:
@@ -430,9 +470,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """
-        units = part.units
-        single_heads = units.view(len(units), 1, -1, self.head_size)
-        keys, values = single_heads.chunk(2, dim=2)
+        keys, values = self._reached.of(part.units, 1)
         shape = (len(schedule.seq_lens), -1, self.head_size)
         ops.cpu_attention_with_kv_cache(
             query=query.reshape(shape),
