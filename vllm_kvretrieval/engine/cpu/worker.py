@@ -22,6 +22,7 @@ from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
 from vllm_kvretrieval.engine.cpu.choosers import Choosers
 from vllm_kvretrieval.engine.cpu.drafting import connect_drafter
+from vllm_kvretrieval.engine.cpu.heap import Heap
 from vllm_kvretrieval.engine.cpu.planner import Planner
 from vllm_kvretrieval.engine.cpu.refusals import check_layers, check_logits, check_reading
 from vllm_kvretrieval.engine.cpu.start_log import log_start
@@ -87,6 +88,7 @@ class RetrievalCPUWorker(CPUWorker):
         planner: The worker's layers and heads, and the division of its memory.
         stored: The worker's half of the store; None without one.
         drafter: Our drafter; None without one.
+        heap: What is freed of it goes back to the system.
     """
 
     stored: WorkerStore | None = None
@@ -105,6 +107,7 @@ class RetrievalCPUWorker(CPUWorker):
         self.storage: Storage = Memory()
         self.durations = Durations()
         self._told = Counts()
+        self.heap = Heap()
 
     def load_model(self, **options: Any) -> None:
         """See ``CPUWorker.load_model``; with ``attention=vllm`` all is computed as vLLM does.
@@ -413,6 +416,8 @@ class RetrievalCPUWorker(CPUWorker):
         output = self._compute(scheduler_output)
         self.requests.end_step()
         self.storage.end_step(scheduler_output.total_num_scheduled_tokens)
+        if finished:
+            self.heap.give_back()
         return output
 
     def _begin_stored(self, scheduler_output: Any) -> None:
