@@ -121,21 +121,13 @@ def vllm(sizes: Sizes, llm: dict[str, Any], env: dict[str, str]) -> Starting:
     return Starting(command, {"context": sizes.room, "threads": 0, "llm": llm}, env)
 
 
-def stored(sizes: Sizes, store: Path) -> Starting:
-    """Our own method with a store, for a restart."""
-    config = AutoConfig.from_pretrained(sizes.checkpoint)
-    llm = {
-        "model": str(sizes.checkpoint),
-        "hf_overrides": yarn_overrides(config, sizes.room),
-        "max_model_len": sizes.room,
-        "max_num_seqs": 1,
-        "kv_cache_memory_bytes": (sizes.room + SLACK) * kv_bytes_per_token(config) + (256 << 20),
-        "attention_backend": OWN.upper(),
-        "additional_config": {
-            "kv_retrieval": {"budget": BUDGET, "home": "disk", "store": str(store)}
-        },
-    }
-    return vllm(sizes, llm, forked_on_all_cores())
+def stored(starting: Starting, store: Path) -> Starting:
+    """A start of ours with a store, for a restart."""
+    llm = dict(starting.arguments["llm"])
+    options = llm["additional_config"]["kv_retrieval"] | {"home": "disk", "store": str(store)}
+    llm["additional_config"] = {"kv_retrieval": options}
+    llm["kv_cache_memory_bytes"] += 256 << 20
+    return replace(starting, arguments={**starting.arguments, "llm": llm})
 
 
 def _llama_cpp(kind: str, flash_attention: bool) -> Callable[[Sizes, bool], Starting]:
@@ -175,7 +167,7 @@ def _own(suffix: str) -> dict[str, str | None]:
 
 KINDS: Mapping[str, Kind] = {
     "ours": Kind(_vllm(False), _own(""), saves=None),
-    "ours-int8": Kind(_vllm(False, "kvr_int8"), _own(", int8")),
+    "ours-int8": Kind(_vllm(False, "kvr_int8"), _own(", int8"), saves=None),
     "vllm": Kind(_vllm(True), {STOCK: None}),
     "llama-q8_0-nofa": Kind(
         _llama_cpp("q8_0", False), {"llama.cpp q8_0, no fa": None}, widens=True, saves=True
@@ -198,7 +190,7 @@ KINDS: Mapping[str, Kind] = {
     "mistral": Kind(
         _mistral,
         {"mistral.rs q8_0": None},
-        longest=8192,
+        longest=8191,  # tokens of an answer come on top
         limit="no YaRN from GGUF",
         holds=False,
     ),

@@ -330,7 +330,7 @@ class Measuring:
                 value = peer.start_s + watch.seconds
         else:
             with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="store-") as store:
-                starting = catalogue.stored(sizes, Path(store))
+                starting = catalogue.stored(kind.make(sizes, True), Path(store))
                 with self.running(name, starting, {}) as peer:
                     peer.call("generate", tokens=document, count=1)
                     peer.call("close")
