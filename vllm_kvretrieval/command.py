@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvretrieval import __version__
+from vllm_kvretrieval.command_inputs import printable
 from vllm_kvretrieval.doctor.command import add_doctor
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError, ImportError) as error:
-        print(f"vllm-kvretrieval: {error}", file=sys.stderr)
+        print(printable(f"vllm-kvretrieval: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
