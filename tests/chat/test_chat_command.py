@@ -14,12 +14,13 @@ import pytest
 from tests.support.documents import write_pdf
 from tests.support.local_http import listening, name_dead_proxy
 from vllm_kvretrieval.chat import command, conversation
-from vllm_kvretrieval.chat.command import described
+from vllm_kvretrieval.chat.command import described, own_log
 from vllm_kvretrieval.chat.conversation import Passage, prominence, stretches
 from vllm_kvretrieval.chat.documents import Document
 from vllm_kvretrieval.chat.server import Server
 from vllm_kvretrieval.command import main
 from vllm_kvretrieval.command_inputs import printable
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 class Models(BaseHTTPRequestHandler):
@@ -191,6 +192,22 @@ def test_a_directory_where_nothing_can_be_kept(said, monkeypatch):
     status, error = said()
     assert status == 1
     assert "this user has no home; name a directory: --directory" in error
+
+
+def test_chats_at_once(tmp_path):
+    """A store, and a log, belong to one of them."""
+    store, other = tmp_path / "device-16384", tmp_path / "model"
+    with own_log(store, other) as log:
+        assert log == tmp_path / "device-16384.log"
+        with (
+            pytest.raises(RetrievalConfigError, match=f"another chat keeps .* in {store}, which"),
+            own_log(store, other),
+        ):
+            pass
+        with own_log(None, other) as first, own_log(None, other) as second:
+            assert (first, second) == (tmp_path / "model.log", tmp_path / "model-2.log")
+    with own_log(store, other) as again:
+        assert again == log
 
 
 def test_a_server_is_ended_at_once(tmp_path, monkeypatch):

@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import fcntl
+import itertools
 import os
 import secrets
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
@@ -200,8 +201,10 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
     kept = "nothing is kept of them"
     if serving.store is not None:
         kept = f"{serving.store} keeps them: {AGAIN}"
-    log = given.directory / f"{folder_name(model)}.log"
-    with Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server:
+    with (
+        own_log(serving.store, given.directory / folder_name(model)) as log,
+        Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server,
+    ):
         _say(f"$ {server.command}\n  log: {server.log}")
         starts = "the server starts: {elapsed}"
         with tqdm(bar_format=starts, leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -210,6 +213,34 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
             yield Address(f"{server.url}/v1", key, kept)
         except UNREACHABLE as error:
             raise server.error(f"it does not answer ({error})") from None
+
+
+@contextlib.contextmanager
+def own_log(store: Path | None, other: Path) -> Iterator[Path]:
+    """The log of a server, which no other chat has meanwhile.
+
+    Args:
+        store: The store, beside which the log is; None: there is none.
+        other: The beginning of the log's name then.
+
+    Raises:
+        RetrievalConfigError: Another chat has the store.
+    """
+    for number in itertools.count(1):
+        beside = store or (other if number == 1 else Path(f"{other}-{number}"))
+        path = beside.with_name(f"{beside.name}.log")
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if store is None:
+                    continue
+                raise RetrievalConfigError(
+                    f"chat: another chat keeps what it reads in {store}, which one server can use; "
+                    "end that chat, name another --directory, or add --no-keep."
+                ) from None
+            yield path
+            return
 
 
 def _end(number: int, _: Any) -> None:
@@ -276,7 +307,7 @@ def _chat(given: argparse.Namespace, documents: Sequence[Document], address: Add
             return 130
         loop = Loop(conversation)
         asked = map(str.strip, given.question or loop.typed())
-        for line in takewhile(lambda line: line not in ENDS, asked):
+        for line in itertools.takewhile(lambda line: line not in ENDS, asked):
             loop.take(line)
         return 0
     except (ModelTooShortError, SourcesUnknownError) as error:
