@@ -39,6 +39,13 @@ def _add_others(commands: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # also while libraries are imported
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-kvretrieval", description="Tools for KV-cache retrieval with vLLM."
     )
@@ -62,5 +69,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RetrievalConfigError, ValueError, OSError, ImportError) as error:
         print(printable(f"vllm-kvretrieval: {error}"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
