@@ -249,7 +249,9 @@ def test_it_can_be_read(page, tmp_path, width, scheme):
         features=[{"name": "prefers-color-scheme", "value": scheme}],
     )
     choose(page)
+    page.run("at('question').scrollIntoView()")
     ask(page, beside=True)
+    assert 0 <= page.run("at('question').getBoundingClientRect().top") < 800, "it stays there"
     page.picture(Path(tmp_path / f"{width}-{scheme}.png"))
     assert page.run("document.documentElement.scrollWidth") <= width
     assert (

@@ -115,7 +115,7 @@ def test_other_engines_are_as_vllm_has_them(configured, settings, options, execu
 @pytest.mark.parametrize(
     ("bound", "said"),
     [
-        ("", "names 0 cores for workers; write a list for each of 1, such as '0"),
+        ("", "names 0 cores for workers; write a list for each of 1, such as"),
         ("all", "is no list of cores, or several with | between them; write a list"),
         ("0-", "is no list of cores"),
         ("AUTO", "is no list of cores"),

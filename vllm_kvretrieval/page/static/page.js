@@ -423,7 +423,13 @@ function show(passages, here = null) {
   }
   at("text").replaceChildren(...parts, text.slice(end));
   const target = at("text").querySelector(".here") ?? at("text").querySelector(`.w${LEVELS}`);
-  target?.scrollIntoView({ block: "center" });
+  if (here) target?.scrollIntoView({ block: "center" });
+  else if (target) scrollWithin(at("text"), target); // a narrow window stays at the answer
+}
+
+function scrollWithin(box, target) {
+  const distance = target.getBoundingClientRect().top - box.getBoundingClientRect().top;
+  box.scrollTop += distance - box.clientHeight / 2;
 }
 
 addEventListener("DOMContentLoaded", () => {
