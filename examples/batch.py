@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMError
 
 from vllm_kvretrieval.chat.documents import read_document
+from vllm_kvretrieval.doctor.options import refusal
 from vllm_kvretrieval.retrieval.model_files import check_model
 
+FIELDS = "document", "question"
 MAX_TOKENS = 64
 
 
@@ -31,13 +34,15 @@ def read_tasks(file: Path) -> list[dict[str, str]]:
         ValueError: One is no object with ``document`` and ``question``; says which.
     """
     tasks = []
-    for number, line in enumerate(read_document(file).text.splitlines(), 1):
+    # Texts in JSON may hold other characters that Python calls ends of lines.
+    for number, line in enumerate(read_document(file).text.removesuffix("\n").split("\n"), 1):
         try:
             task = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: is no JSON ({error})") from None
-        if not isinstance(task, dict) or not {"document", "question"} <= task.keys():
-            raise ValueError(f"{file}, line {number}: has no document and question")
+        known = [task.get(name) for name in FIELDS] if isinstance(task, dict) else [None]
+        if not all(isinstance(value, str) for value in known):
+            raise ValueError(f"{file}, line {number}: has no texts as document and question")
         tasks.append(task)
     return tasks
 
@@ -97,16 +102,17 @@ def main() -> int:
         tasks = read_tasks(given.questions)
         texts = read_documents(tasks, given.questions.parent)
         check_model(given.model)
-    except (OSError, ValueError) as error:
-        print(f"batch: {error}", file=sys.stderr)
+        given.answers.open("a").close()  # whether it can be written
+        llm = LLM(
+            given.model,
+            max_model_len=given.max_model_len,
+            attention_backend=given.method,
+            additional_config={"kv_retrieval": {"budget": given.budget}},
+        )
+        lines = [json.dumps(task) for task in answer(llm, tasks, texts)]
+    except (OSError, ValueError, VLLMError) as error:
+        print(f"batch: {refusal(error)}", file=sys.stderr)
         return 1
-    llm = LLM(
-        given.model,
-        max_model_len=given.max_model_len,
-        attention_backend=given.method,
-        additional_config={"kv_retrieval": {"budget": given.budget}},
-    )
-    lines = (json.dumps(task) for task in answer(llm, tasks, texts))
     given.answers.write_text("".join(f"{line}\n" for line in lines))
     return 0
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMError
 
 from vllm_kvretrieval.chat.documents import read_document
 from vllm_kvretrieval.command_inputs import require_plot
@@ -104,7 +105,8 @@ def compare(llm: LLM, text: str, methods: Sequence[str], tokens: int = 64) -> li
         tokens: Length of the continuation.
 
     Raises:
-        ValueError: The text fits in the budget, or is longer than the longest context.
+        ValueError: The text fits in the budget.
+        VLLMError: It is longer than the longest context.
     """
     _check_length(llm, text)
     _continue(llm, text, {"exact": True}, 1)  # reads the text
@@ -222,7 +224,7 @@ def main() -> int:
             max_model_len=given.max_model_len,
         )
         rows = compare(llm, text, given.methods, given.tokens)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, VLLMError) as error:
         print(f"compare: {refusal(error)}", file=sys.stderr)
         return 1
     print(table(rows))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvretrieval import __version__
+from vllm_kvretrieval.command_inputs import printable
 from vllm_kvretrieval.doctor.command import add_doctor
 from vllm_kvretrieval.errors import RetrievalConfigError
 
@@ -38,6 +39,13 @@ def _add_others(commands: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # also while libraries are imported
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-kvretrieval", description="Tools for KV-cache retrieval with vLLM."
     )
@@ -59,7 +67,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return given.run(given) or 0
     except (RetrievalConfigError, ValueError, OSError, ImportError) as error:
-        print(f"vllm-kvretrieval: {error}", file=sys.stderr)
+        print(printable(f"vllm-kvretrieval: {error}"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130

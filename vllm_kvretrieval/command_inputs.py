@@ -82,6 +82,13 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text") from None
 
 
+def printable(text: str) -> str:
+    """A text without the characters by which it could command a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
 def versions() -> dict[str, str]:
     """Versions of the packages that decide the result."""
     return {

@@ -1,6 +1,10 @@
 """``vllm-kvretrieval chat`` as far as it can be tried without an engine."""
 
 import json
+import os
+import signal
+import sys
+import time
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 
@@ -10,16 +14,20 @@ import pytest
 from tests.support.documents import write_pdf
 from tests.support.local_http import listening, name_dead_proxy
 from vllm_kvretrieval.chat import command, conversation
-from vllm_kvretrieval.chat.command import described, printable
+from vllm_kvretrieval.chat.command import described, own_log
 from vllm_kvretrieval.chat.conversation import Passage, prominence, stretches
 from vllm_kvretrieval.chat.documents import Document
+from vllm_kvretrieval.chat.server import Server
 from vllm_kvretrieval.command import main
+from vllm_kvretrieval.command_inputs import printable
+from vllm_kvretrieval.errors import RetrievalConfigError
 
 
 class Models(BaseHTTPRequestHandler):
     """A server that says which models it has, counts tokens, and notes keys."""
 
     keys: ClassVar[list[str | None]] = []
+    longest: ClassVar[int] = 4096
 
     def do_GET(self):
         self.keys.append(self.headers["Authorization"])
@@ -34,7 +42,7 @@ class Models(BaseHTTPRequestHandler):
             return
         last = asked["messages"][-1]["content"][-1] if "messages" in asked else ""
         tokens = [*range(5000), ord(last or "a")]
-        self.answer(200, {"count": 5001, "tokens": tokens, "max_model_len": 4096})
+        self.answer(200, {"count": 5001, "tokens": tokens, "max_model_len": self.longest})
 
     def answer(self, status, told):
         self.send_response(status)
@@ -94,6 +102,33 @@ def test_a_server_that_reads_less(said):
     assert "start the server with a larger --max-model-len" in error
 
 
+def test_commands_that_are_wrong(said, monkeypatch):
+    """Each is told what is wrong with it; nothing of it goes to the answers."""
+    monkeypatch.setattr(Models, "longest", 8192)
+    asked = "/budget a", "/budget 0", "/full", "/none such", "/sources", "/quit", "not asked"
+    with listening(Models) as port:
+        url = f"http://127.0.0.1:{port}"
+        status, error = said("--url", url, *(f"--question={line}" for line in asked))
+    assert status == 0
+    number = "is not a whole number from 1 to 2147483647."
+    assert [
+        line for line in error.splitlines() if line.startswith(("/budget w", "/full w", "There"))
+    ] == [
+        f"/budget wants a number of tokens: 'a' {number}",
+        f"/budget wants a number of tokens: '0' {number}",
+        "/full wants a question behind it.",
+        "There is no /none.",
+        "There is no answer yet.",
+    ]
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://a:b", "ftp://a"])
+def test_no_address(said, url):
+    status, error = said("--url", url)
+    assert status == 1
+    assert f"{url!r} is no address of a server, such as http://127.0.0.1:8000" in error
+
+
 def test_a_server_without_a_page(said):
     with listening(Models) as port:
         status, error = said("--url", f"http://127.0.0.1:{port}", "--page")
@@ -147,8 +182,57 @@ def test_no_model_is_named(said, tmp_path, monkeypatch):
     assert "there is no directory none/such, and the Hugging Face Hub does not have it" in error
 
 
-def test_a_terminal_is_not_commanded():
+def test_a_directory_where_nothing_can_be_kept(said, monkeypatch):
+    status, error = said("--directory", "/dev/null/chat")
+    assert status == 1
+    assert "no file can be made in /dev/null/chat (Not a directory); name another" in error
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 3)
+    status, error = said()
+    assert status == 1
+    assert "this user has no home; name a directory: --directory" in error
+
+
+def test_chats_at_once(tmp_path):
+    """A store, and a log, belong to one of them."""
+    store, other = tmp_path / "device-16384", tmp_path / "model"
+    with own_log(store, other) as log:
+        assert log == tmp_path / "device-16384.log"
+        with (
+            pytest.raises(RetrievalConfigError, match=f"another chat keeps .* in {store}, which"),
+            own_log(store, other),
+        ):
+            pass
+        with own_log(None, other) as first, own_log(None, other) as second:
+            assert (first, second) == (tmp_path / "model.log", tmp_path / "model-2.log")
+    with own_log(store, other) as again:
+        assert again == log
+
+
+def test_a_server_is_ended_at_once(tmp_path, monkeypatch):
+    """Ctrl-C while it ends does not leave it behind."""
+    server = Server("m", [], {}, tmp_path / "log")
+    slow = "import signal, time; signal.signal(2, signal.SIG_IGN)"
+    slow += "; print(1, flush=True); time.sleep(99)"
+    monkeypatch.setattr(server, "_command", [sys.executable, "-S", "-c", slow])
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        server.__enter__()
+        while not server.log.read_text():
+            time.sleep(0.01)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            server.__exit__()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_a_terminal_is_not_commanded(said, tmp_path):
     """By an answer, a passage, or the name of a file."""
+    assert "\x1b" not in said(name="\x1b[31m.txt", content="")[1]
     assert printable("a\x1b[2J\rb\x07\x9b\n\tä") == "a\ufffd[2J\ufffdb\ufffd\ufffd\n\tä"
 
 

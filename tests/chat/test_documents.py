@@ -1,6 +1,7 @@
 """The text of files, and what is said of files without."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_text_is_read_as_it_is(file, name):
     assert found.page(3) is None
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_mark_says_how_text_is_encoded(file, encoding):
     assert read_document(file("a.txt", "Tïtle".encode(encoding))).text == "Tïtle"
 
@@ -48,6 +49,32 @@ def test_html_without_markup(file, name):
 def test_html_says_how_it_is_encoded(file):
     page = '<html><meta charset="iso-8859-1"><p>Tïtle</p>'.encode("latin-1")
     assert read_document(file("a.html", page)).text == "Tïtle\n"
+
+
+def test_html_that_cannot_be_as_it_says(file):
+    """It says so in single bytes, so it is not in UTF-16; browsers take UTF-8, too."""
+    page = '<html><meta charset="utf-16"><p>Tïtle</p>'
+    assert read_document(file("a.html", page)).text == "Tïtle\n"
+
+
+def test_a_name_that_no_request_can_hold(tmp_path):
+    """Linux lets names have any bytes."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/n\xe4me.txt"))
+    path.write_text("text")
+    assert read_document(path).name == "n?me.txt"
+
+
+@pytest.mark.parametrize("pdf", [False, True])
+def test_a_pipe(tmp_path, pdf):
+    """``chat <(curl ...)``: it can be read once."""
+    content = write_pdf(tmp_path / "a.pdf", ["text"]).read_bytes() if pdf else b"text"
+    end, begin = os.pipe()
+    try:
+        os.write(begin, content)
+        os.close(begin)
+        assert read_document(Path(f"/dev/fd/{end}")).text.strip() == "text"
+    finally:
+        os.close(end)
 
 
 def test_pages_of_a_pdf(tmp_path):
@@ -100,14 +127,20 @@ def test_a_pdf_without_pypdf(tmp_path, monkeypatch):
     [
         (b"", "is empty; name a file with text"),
         (b" \n\t\n", "is empty; name a file with text"),
+        (b"\xef\xbb\xbf", "is empty; name a file with text"),
         (b"<html><script>let a</script></html>", "has no text, only markup"),
         (b"text\0more", "is binary data; name a PDF, or a file of text, Markdown or HTML"),
         (b"\x7fELF\x02\x01\x01\0\0", "is binary data"),
         (b"PK\x03\x04\x14\0", "is an archive or an office document; export it as PDF or text"),
+        (rb"{\rtf1\ansi Hello}", "is an office document; export it as PDF or text"),
+        (b"%!PS-Adobe-3.0\n/Times", "is PostScript; make a PDF of it"),
+        (b"BZh91AY&SY\xff", "is compressed; unpack it"),
         (b"\x89PNG\r\n\x1a\n\0", "is a picture; recognise its text first"),
+        (b"GIF89a\xff", "is a picture; recognise its text first"),
         (b"\xff\xfe\x00", "is not utf-16 text"),
         ("Tïtle".encode("latin-1"), "is not UTF-8 text; if you know its encoding, convert it"),
         (b'<html><meta charset="none-such"><p>a', "is not none-such text"),
+        (b'<html><meta charset="undefined"><p>a', "is not undefined text"),
     ],
 )
 def test_files_without_text(file, content, said):

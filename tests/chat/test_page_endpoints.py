@@ -61,6 +61,7 @@ def test_files_of_the_page(client_of):
     client = client_of()
     for path, kind in (
         ("", "text/html"),
+        ("/", "text/html"),
         ("/page.js", "text/javascript"),
         ("/page.css", "text/css"),
     ):

@@ -20,12 +20,12 @@ TEXT = "The grass is green. " * 100
 def planned(tmp_path, monkeypatch):
     """The options of the server for a text, by name, and the rest, with so much memory and disk."""
 
-    def run(text=TEXT, memory=8, disk=100, model=MODEL, engine=(), keep=True):
+    def run(text=TEXT, memory=8, disk=100, model=MODEL, engine=(), keep=True, answer=0):
         monkeypatch.setattr(sizes, "_free_memory", lambda: int(memory * GIB))
         usage = SimpleNamespace(free=disk * GIB)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         engine = ["--dtype", "bfloat16", *engine]
-        found = plan(checkpoint(model), [text], engine, tmp_path / "chat", keep)
+        found = plan(checkpoint(model), [text], engine, tmp_path / "chat", keep, answer)
         named = dict(zip(found.options, [*found.options[1:], ""], strict=True))
         return named, found
 
@@ -87,6 +87,13 @@ def test_a_document_that_is_too_long(planned):
     planned(text=TEXT * 13, memory=16)
     with pytest.raises(TooLongError, match="reads 4,096"):
         planned(text=TEXT * 6, engine=["--max-model-len", "4096"])
+
+
+def test_room_for_long_answers(planned):
+    """Before a server starts that could not give them."""
+    assert planned(answer=7000)[1].length == 8192
+    with pytest.raises(TooLongError, match="reads 8,192, less 8,012 for questions and answers"):
+        planned(answer=7500)
 
 
 def test_a_model_that_is_too_large(planned):

@@ -112,6 +112,34 @@ def test_other_engines_are_as_vllm_has_them(configured, settings, options, execu
 
 
 @pytest.mark.model
+@pytest.mark.parametrize(
+    ("bound", "said"),
+    [
+        ("", "names 0 cores for workers; write a list for each of 1, such as"),
+        ("all", "is no list of cores, or several with | between them; write a list"),
+        ("0-", "is no list of cores"),
+        ("AUTO", "is no list of cores"),
+        ("0|0", "names 1 and 1 cores for workers"),
+        ("1-0", "names 0 cores for workers"),
+        ("0,4095", r"a process may not run on \[4095\], which this machine or container does not"),
+        (str(2**40), "a process may not run on"),
+    ],
+)
+def test_cores_that_a_worker_cannot_have(configured, bound, said):
+    """vLLM would end in its engine's process, with an assertion or by a number that is none."""
+    own = os.sched_getaffinity(0)
+    with pytest.raises(ValueError, match=f"VLLM_CPU_OMP_THREADS_BIND='.*{said}"):
+        configured({"VLLM_CPU_OMP_THREADS_BIND": bound})
+    assert os.sched_getaffinity(0) == own
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("bound", ["auto", "nobind", "0", "0-0,0"])
+def test_cores_that_a_worker_can_have(configured, bound):
+    configured({"VLLM_CPU_OMP_THREADS_BIND": bound})
+
+
+@pytest.mark.model
 @pytest.mark.engine
 def test_a_forked_engine_has_its_cores_and_answers(model):
     """Its first process has a thread on each core, and has computed. Nothing is left of where that

@@ -99,6 +99,22 @@ def random_llama(path, tied):
     return {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("method", ["kvr_int8", "kvr_int4"])
+def test_an_output_layer_that_is_missing(load, tmp_path, method, monkeypatch):
+    """With --mm-encoder-only vLLM loads the layers of images alone; all others have no weights."""
+    random_llama(tmp_path, False)
+
+    def missing(self, weights):
+        for each in self.parameters():
+            each.zero_()
+        self.lm_head.weight = torch.nn.Parameter(self.lm_head.weight.to("meta"), False)
+        return {name for name, _ in self.named_parameters()}
+
+    monkeypatch.setattr("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", missing)
+    model = load(tmp_path, dtype="bfloat16", quantization=method)
+    assert not hasattr(model.lm_head, "packed_name")
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("method", "bits", "error"), [("kvr_int8", 8, 0.012), ("kvr_int4", 4, 0.1)]

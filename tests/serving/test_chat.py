@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine import DTYPE, checkpoint
 from tests.support.server import FILLER, NEEDLE
-from vllm_kvretrieval.chat.command import printable
+from vllm_kvretrieval.command_inputs import printable
 
 pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 

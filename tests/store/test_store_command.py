@@ -273,10 +273,17 @@ def test_a_store_in_use_is_left_alone(store, capsys, name, action):
 
 
 @pytest.mark.parametrize("days", ["nan", "inf", "-1", "old"])
-def test_an_age_that_is_none_removes_nothing(store, days):
+def test_an_age_that_is_none_removes_nothing(store, days, capsys):
     with pytest.raises(SystemExit):
         run(store, "gc", "--days", days)
+    assert f"must be a number of days, got {days}" in capsys.readouterr().err
     assert len(store.records()) == 5
+
+
+def test_a_number_of_contexts_that_is_none(store, capsys):
+    with pytest.raises(SystemExit):
+        run(store, "ls", "--contexts", "-1")
+    assert "'-1' is not a whole number from 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", ACTIONS)

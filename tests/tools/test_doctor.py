@@ -417,7 +417,16 @@ def test_sizes_of_other_numbers_of_users(capsys, tmp_path):
     assert "and 2.4 GiB of index in memory" in line
     with pytest.raises(SystemExit):
         main(["doctor", "--users", "0"])
-    assert "'0' is no number of users" in capsys.readouterr().err
+    assert "'0' is not a whole number from 1" in capsys.readouterr().err
+
+
+def test_a_server_and_what_is_not_looked_at_there(capsys):
+    """Nothing that is asked for is left out without a word."""
+    for more in (["--serve", "m"], ["--home-path", "/"]):
+        assert main(["doctor", "http://127.0.0.1:9", *more]) == 1
+        assert "a running server is looked at by its URL alone" in capsys.readouterr().err
+    assert main(["doctor", "--serve"]) == 1
+    assert "--serve wants the arguments of vllm serve" in capsys.readouterr().err
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -432,6 +441,21 @@ class Stranger(BaseHTTPRequestHandler):
         pass
 
 
+class Speechless(Stranger):
+    """A server of another protocol."""
+
+    def handle(self):
+        self.wfile.write(b"SSH-2.0-other\r\n")
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:9", "http://", "http://[::1", "http://a:b", "http://a:0", "http://a b/"]
+)
+def test_no_address(capsys, url):
+    assert main(["doctor", url]) == 1
+    assert "is no address of a server, such as http://127.0.0.1:8000" in capsys.readouterr().out
+
+
 def test_no_server_of_vllm(capsys):
     assert main(["doctor", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().out
@@ -440,6 +464,9 @@ def test_no_server_of_vllm(capsys):
     with listening(Stranger) as port:
         assert main(["doctor", f"http://127.0.0.1:{port}"]) == 1
     assert "is no vLLM server; mend the URL" in capsys.readouterr().out
+    with listening(Speechless) as port:
+        assert main(["doctor", f"http://127.0.0.1:{port}"]) == 1
+    assert "does not answer" in capsys.readouterr().out
 
 
 def test_no_proxy_is_asked_for_this_machine(capsys, monkeypatch):

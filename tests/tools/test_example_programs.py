@@ -14,6 +14,7 @@ import pytest
 import reading
 from tokenizers import Tokenizer
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
 from tests.support.engine import checkpoint
 from tests.support.local_http import listening
@@ -141,6 +142,40 @@ def test_batch_names_the_line_that_is_no_json(tmp_path):
     file.write_text('{"document": "a", "question": "b"}\n\n')
     with pytest.raises(ValueError, match=rf"{file}, line 2: is no JSON \(Expecting value"):
         batch.read_tasks(file)
+
+
+@pytest.mark.parametrize("line", ["3", '{"document": 5, "question": "b"}', '{"document": "a"}'])
+def test_batch_names_the_line_that_asks_nothing(tmp_path, line):
+    file = tmp_path / "in.jsonl"
+    file.write_text(f'{{"document": "a", "question": "b"}}\n{line}')
+    with pytest.raises(ValueError, match="line 2: has no texts as document and question"):
+        batch.read_tasks(file)
+
+
+def test_lines_of_batch_end_as_those_of_json(tmp_path):
+    task = {"document": "a", "question": "b\u2028c\x85d"}
+    (tmp_path / "in.jsonl").write_text(2 * (json.dumps(task, ensure_ascii=False) + "\r\n"))
+    assert batch.read_tasks(tmp_path / "in.jsonl") == [task, task]
+
+
+@pytest.mark.parametrize("error", [ValueError, VLLMValidationError])
+def test_what_an_engine_refuses_is_said_by_batch(monkeypatch, tmp_path, capsys, error):
+    """Also that answers cannot be written, before there is one."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "in.jsonl").write_text('{"document": "a.txt", "question": "?"}')
+    monkeypatch.setattr(batch, "check_model", lambda model: None)
+
+    def refuse(*args, **options):
+        raise error("the prompt is too long")
+
+    monkeypatch.setattr(batch, "LLM", refuse)
+    for answers, said in (("out.jsonl", "the prompt is too long"), ("no/out.jsonl", "No such")):
+        files = [str(tmp_path / name) for name in ("in.jsonl", answers)]
+        monkeypatch.setattr("sys.argv", ["batch.py", "MODEL", *files])
+        assert batch.main() == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("batch: ")
+        assert said in line
 
 
 @pytest.fixture

@@ -144,6 +144,7 @@ NOTHING = json.dumps(
             {"options": (404, "no")},
             "does not tell what answers attend to; one that is started with",
         ),
+        ({"options": (401, "no")}, "wants an API key; name it with --api-key"),
         ({"completions": (400, "too long")}, "/v1/completions answers 400: too long"),
         ({"tokenize": (200, "[")}, "/tokenize answers 200"),
         ({"cmpl-1-0": (404, "it is too long ago")}, "it is too long ago"),
@@ -162,3 +163,14 @@ def test_options_of_a_request(model, capfd, tmp_path):  # noqa: F811
     assert "name its file by --html" in capfd.readouterr().err
     assert main([*command, f"--html={tmp_path / 'page.html'}"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capfd.readouterr().err
+
+
+def test_a_page_that_cannot_be_written(model, capfd, monkeypatch):  # noqa: F811
+    """The server is not blamed."""
+    server = Told()
+    monkeypatch.setattr("vllm_kvretrieval.doctor.server.Client", lambda *_: server)
+    page = "--html=/dev/null/page.html"
+    assert main(["explain", "M", str(model.text), "--url=http://127.0.0.1:1", page]) == 1
+    said = capfd.readouterr().err
+    assert "/dev/null" in said
+    assert "no server" not in said

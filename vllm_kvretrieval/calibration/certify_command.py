@@ -127,7 +127,7 @@ def own_text() -> str:
 
 def _engine(model: str, options: Sequence[str]) -> "LLM":
     """The engine, as ``vllm serve`` would make it; by our own method if none is named."""
-    from vllm import LLM, EngineArgs
+    from vllm import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_kvretrieval.calibration.divergence import TOP_LOGPROBS
@@ -135,7 +135,7 @@ def _engine(model: str, options: Sequence[str]) -> "LLM":
     from vllm_kvretrieval.command_line import serve_arguments
     from vllm_kvretrieval.options.table import DEFAULT_METHOD
     from vllm_kvretrieval.retrieval.presets import CERTIFIED, preset_names
-    from vllm_kvretrieval.upstream.defaults import all_cores
+    from vllm_kvretrieval.upstream.starting import start_engine
 
     parsed = EngineArgs.from_cli_args(serve_arguments([model, *options]))
     _check_covered(parsed)
@@ -150,9 +150,7 @@ def _engine(model: str, options: Sequence[str]) -> "LLM":
     parsed.max_logprobs, parsed.logits_processors = TOP_LOGPROBS, [ForceTokens]
     parsed.enable_prefix_caching, parsed.disable_log_stats = True, True
     _fit(parsed)
-    for name, value in all_cores(parsed.tensor_parallel_size).items():
-        os.environ.setdefault(name, value)
-    return LLM.from_engine_args(parsed)
+    return start_engine(parsed)
 
 
 def _check_covered(parsed: "EngineArgs") -> None:

@@ -2,13 +2,17 @@
 
 import argparse
 import contextlib
+import fcntl
+import itertools
 import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import URLError
 from urllib.parse import quote
 
 import openai
@@ -16,6 +20,7 @@ from tqdm import tqdm
 
 from vllm_kvretrieval.chat.conversation import (
     BLOCK,
+    UNREACHABLE,
     Conversation,
     ModelTooShortError,
     Passage,
@@ -27,7 +32,8 @@ from vllm_kvretrieval.chat.conversation import (
 from vllm_kvretrieval.chat.documents import Document, read_document
 from vllm_kvretrieval.chat.server import Server, ServerError
 from vllm_kvretrieval.chat.sizes import Serving, TooLongError, folder_name, plan
-from vllm_kvretrieval.command_inputs import count
+from vllm_kvretrieval.command_inputs import count, printable
+from vllm_kvretrieval.doctor.server import check_address
 from vllm_kvretrieval.errors import RetrievalConfigError
 
 EXAMPLES = """\
@@ -47,6 +53,7 @@ HELP = """\
 /quit             end, as Ctrl-D does
 
 Ctrl-C ends an answer."""
+ENDS = "/quit", "/exit"
 MODELS = Path("models")
 DEMO = ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-32K")
 """Models of a checkout; by default the first that is there, and holds the documents."""
@@ -93,7 +100,7 @@ def add_chat(commands: Any) -> None:
     parser.add_argument(
         "--directory",
         type=Path,
-        default=_data() / "vllm-kvretrieval" / "chat",
+        default=_directory(),
         help="where what was read is kept, and the server's log (default: %(default)s)",
     )
     parser.add_argument(
@@ -103,8 +110,32 @@ def add_chat(commands: Any) -> None:
     parser.set_defaults(run=run, engine=[])
 
 
-def _data() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+def _directory() -> Path | None:
+    """Where what was read is kept; None: the user has no home, as in some containers."""
+    data = os.environ.get("XDG_DATA_HOME")
+    try:
+        below = Path(data) if data else Path.home() / ".local" / "share"
+    except RuntimeError:
+        return None
+    return below / "vllm-kvretrieval" / "chat"
+
+
+def _make(directory: Path | None) -> None:
+    """Make the directory where what was read is kept, and the server's log.
+
+    Raises:
+        RetrievalConfigError: No files can be made there.
+    """
+    if directory is None:
+        raise RetrievalConfigError("chat: this user has no home; name a directory: --directory")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory, buffering=0).close()
+    except OSError as error:
+        raise RetrievalConfigError(
+            f"chat: no file can be made in {directory} ({error.strerror}); name another directory: "
+            "--directory"
+        ) from None
 
 
 class Address(NamedTuple):
@@ -133,6 +164,8 @@ def run(given: argparse.Namespace) -> int:
             "chat: the server at --url has a model and options; leave --model, --no-keep and what "
             "follows -- out, or --url."
         )
+    if given.url:
+        check_address(given.url)
     documents = [_read(path) for path in given.files]
     try:
         with _server(given, documents) as address:
@@ -156,7 +189,7 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
         yield Address(f"{url}/v1", given.api_key or "none", f"the server keeps them: {AGAIN}")
         return
     _say("looking at the model and this machine ...")
-    given.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(given.directory)
     model, serving = _plan(given, [document.text for document in documents])
     _tell(model, serving)
     from vllm_kvretrieval.upstream.defaults import forked_on_all_cores
@@ -168,16 +201,46 @@ def _server(given: argparse.Namespace, documents: Sequence[Document]) -> Iterato
     kept = "nothing is kept of them"
     if serving.store is not None:
         kept = f"{serving.store} keeps them: {AGAIN}"
-    log = given.directory / f"{folder_name(model)}.log"
-    with Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server:
+    with (
+        own_log(serving.store, given.directory / folder_name(model)) as log,
+        Server(model, serving.options, settings, log, {"VLLM_API_KEY": key}) as server,
+    ):
         _say(f"$ {server.command}\n  log: {server.log}")
         starts = "the server starts: {elapsed}"
         with tqdm(bar_format=starts, leave=False, disable=not sys.stderr.isatty()) as bar:
             server.wait_ready(lambda _: bar.update())
         try:
             yield Address(f"{server.url}/v1", key, kept)
-        except openai.APIConnectionError as error:
+        except UNREACHABLE as error:
             raise server.error(f"it does not answer ({error})") from None
+
+
+@contextlib.contextmanager
+def own_log(store: Path | None, other: Path) -> Iterator[Path]:
+    """The log of a server, which no other chat has meanwhile.
+
+    Args:
+        store: The store, beside which the log is; None: there is none.
+        other: The beginning of the log's name then.
+
+    Raises:
+        RetrievalConfigError: Another chat has the store.
+    """
+    for number in itertools.count(1):
+        beside = store or (other if number == 1 else Path(f"{other}-{number}"))
+        path = beside.with_name(f"{beside.name}.log")
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if store is None:
+                    continue
+                raise RetrievalConfigError(
+                    f"chat: another chat keeps what it reads in {store}, which one server can use; "
+                    "end that chat, name another --directory, or add --no-keep."
+                ) from None
+            yield path
+            return
 
 
 def _end(number: int, _: Any) -> None:
@@ -211,7 +274,7 @@ def _models(named: str | None) -> list[str]:
 def _plan(given: argparse.Namespace, texts: Sequence[str]) -> tuple[str, Serving]:
     """The first of the models that holds the texts, and its server."""
     budget = [] if given.budget is None else ["--kv-retrieval.budget", str(given.budget)]
-    options = [*budget, *given.engine], given.directory, not given.no_keep
+    options = [*budget, *given.engine], given.directory, not given.no_keep, given.max_tokens
     *models, last = _models(given.model)
     for model in models:
         with contextlib.suppress(TooLongError):
@@ -243,13 +306,14 @@ def _chat(given: argparse.Namespace, documents: Sequence[Document], address: Add
         if not _read_all(conversation, address):
             return 130
         loop = Loop(conversation)
-        for line in given.question or loop.typed():
+        asked = map(str.strip, given.question or loop.typed())
+        for line in itertools.takewhile(lambda line: line not in ENDS, asked):
             loop.take(line)
         return 0
     except (ModelTooShortError, SourcesUnknownError) as error:
         raise RetrievalConfigError(f"chat: {str(error).rstrip('.')}.") from None
-    except openai.OpenAIError as error:
-        if isinstance(error, openai.APIConnectionError) and not given.url:
+    except (openai.OpenAIError, URLError) as error:
+        if isinstance(error, UNREACHABLE) and not given.url:
             raise  # its log says why
         raise RetrievalConfigError(f"chat: {remedy(error, address.url)}.") from None
 
@@ -303,46 +367,53 @@ class Loop:
         _say("Ask; /help shows more.")
         while True:
             try:
-                line = input("> ").strip()
+                line = _typed_line()
             except (EOFError, KeyboardInterrupt):
-                print()
+                print(file=sys.stderr)
                 return
-            if line in ("/quit", "/exit"):
-                return
-            if line:
-                yield line
+            yield line
 
     def take(self, line: str) -> None:
         """Answer a question, or obey a command."""
         if line.startswith("/") and not line.startswith("/full "):
             self._obey(line)
-        else:
+        elif line:
             self._answer(line)
 
     def _obey(self, line: str) -> None:
         command, _, value = line.partition(" ")
         if command == "/sources":
             self._show_sources()
-        elif command == "/budget" and value.strip().isdecimal():
-            self._conversation.options["vllm_xargs"]["kv_retrieval_budget"] = int(value)
+        elif command == "/budget":
+            self._set_budget(value.strip())
         elif command == "/help":
-            print(HELP)
+            _say(HELP)
+        elif command == "/full":
+            _say("/full wants a question behind it.")
         else:
-            print(f"There is no {line}.\n{HELP}")
+            _say(f"There is no {command}.\n{HELP}")
+
+    def _set_budget(self, value: str) -> None:
+        try:
+            budget = count(value)
+        except argparse.ArgumentTypeError as error:
+            _say(f"/budget wants a number of tokens: {error}.")
+            return
+        self._conversation.options["vllm_xargs"]["kv_retrieval_budget"] = budget
 
     def _show_sources(self) -> None:
         if self._last is None:
-            print("There is no answer yet.")
+            _say("There is no answer yet.")
             return
         try:
             passages = self._conversation.sources(self._last, MOST_PASSAGES)
         except SourcesUnknownError as error:
-            print(error)
+            _say(f"{error}.")
             return
         for passage in passages:
             print(printable(described(passage)))
         if not passages:
-            print("The answer attended to no passage of the documents in particular.")
+            _say("The answer attended to no passage of the documents in particular.")
 
     def _answer(self, line: str) -> None:
         """Answer a question; what the server refuses is said, and the chat goes on."""
@@ -354,7 +425,7 @@ class Loop:
         try:
             reply = self._conversation.ask(question, _print)
         except openai.APIStatusError as error:
-            print(f"The server refuses: {error}")
+            _say(f"The server refuses: {error}")
             return
         finally:
             self._conversation.options = before
@@ -368,6 +439,15 @@ class Loop:
         )
 
 
+def _typed_line() -> str:
+    """What is typed behind a prompt, which is not put into a file of answers."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input("> ")
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return input()
+
+
 def described(passage: Passage) -> str:
     """A passage as a line: its document, its page or place, how much attention it got, its text."""
     document, place, text, weight = passage
@@ -376,17 +456,10 @@ def described(passage: Passage) -> str:
     return f"{document.name}, {part}, {weight:.1%}: {' '.join(text.split())}"
 
 
-def printable(text: str) -> str:
-    """A text without the characters by which it could command a terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-
-
 def _print(piece: str) -> None:
     print(printable(piece), end="", flush=True)
 
 
 def _say(text: str) -> None:
     """What is not an answer goes to the other stream, so that answers can be kept in a file."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import takewhile
 from typing import Any, NamedTuple
+from urllib.error import URLError
 from urllib.parse import urlsplit
 
 import openai
@@ -19,6 +20,8 @@ BLOCK = 128
 """Tokens at the end of a prompt that a server computes in any case, by vLLM's usual blocks."""
 SOON_S = 2.0
 """Pieces that take less grow."""
+UNREACHABLE = openai.APIConnectionError, URLError
+"""Errors of requests that no server answers."""
 TAILS = "What", "1?"
 """Two questions; what chats with them have in common is the documents."""
 
@@ -79,9 +82,9 @@ def connect(url: str, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key=key, http_client=http, max_retries=0, timeout=None)
 
 
-def remedy(error: openai.OpenAIError, url: str) -> str:
+def remedy(error: Exception, url: str) -> str:
     """The message of an error, and what to do."""
-    if isinstance(error, openai.APIConnectionError):
+    if isinstance(error, UNREACHABLE):
         return (
             f"no server answers at {url}; wait until it is ready, name the address of another with "
             "--url, or leave --url out: then one is started"
@@ -111,7 +114,10 @@ class Conversation:
         self._client, self._max_tokens = client, max_tokens
         self._documents = documents
         self._server = Client(str(client.base_url), client.api_key)
-        self._model = client.models.list().data[0].id
+        models = client.models.list().data
+        if not models:
+            raise ValueError(f"the server at {client.base_url} has no model")
+        self._model = models[0].id
         self.options = dict(options)
         self._messages = list[dict[str, str]]()
         self._introduction = introduction(documents)
@@ -148,7 +154,7 @@ class Conversation:
 
         Raises:
             ModelTooShortError: They are longer than the server's contexts.
-            openai.OpenAIError: The server does not answer.
+            openai.OpenAIError, URLError: The server does not answer.
         """
         one, other = (self._tokens([self._message(tail)]) for tail in TAILS)
         pairs = zip(one, other, strict=False)
@@ -211,11 +217,14 @@ class Conversation:
 
         Raises:
             SourcesUnknownError: The server has no page for browsers.
+            ValueError: It does not take the document; says why.
         """
         body = {"name": document.name[:200], "text": document.text, "pages": document.pages}
         status, text = self._server.ask("/v1/kv_retrieval/documents", body)
-        if status != 200:
+        if status == 404:
             raise SourcesUnknownError(text)
+        if status != 200:
+            raise ValueError(f"the server does not take {document.name} for its page: {text}")
 
     def _detokenized(self, tokens: Sequence[int]) -> str:
         status, text = self._server.ask("/detokenize", {"model": self._model, "tokens": tokens})

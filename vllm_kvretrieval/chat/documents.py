@@ -2,6 +2,7 @@
 
 import codecs
 import importlib.util
+import io
 import re
 import shlex
 from bisect import bisect_right
@@ -14,15 +15,21 @@ MOST_BYTES = 256 << 20
 HTML = (".html", ".htm", ".xhtml")
 LOOKED_AT = 1024
 """Bytes at the start of a file by which its kind is found."""
+OFFICE = "an office document; export it as PDF or text"
+PACKED = "compressed; unpack it"
+PICTURE = "a picture; recognise its text first (tesseract), and name that file"
 KNOWN = {
-    b"PK\x03\x04": "an archive or an office document; export it as PDF or text",
-    b"\xd0\xcf\x11\xe0": "an old office document; export it as PDF or text",
-    b"\x1f\x8b": "compressed; unpack it",
-    b"\x89PNG": "a picture; recognise its text first (tesseract), and name that file",
-    b"\xff\xd8\xff": "a picture; recognise its text first (tesseract), and name that file",
+    b"PK\x03\x04": f"an archive or {OFFICE}",
+    b"\xd0\xcf\x11\xe0": OFFICE,
+    b"{\\rtf": OFFICE,
+    b"%!PS": "PostScript; make a PDF of it (ps2pdf)",
+    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"), PACKED),
+    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*"), PICTURE),
 }
 """Beginnings of files that have no text to read, and what to do."""
 MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",  # begins as that of UTF-16 does
+    codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -72,13 +79,14 @@ def read_document(path: Path) -> Document:
     """
     if path.is_dir():
         raise DocumentError(f"{path} is a directory; name the files in it")
-    if path.stat().st_size > MOST_BYTES:
+    with path.open("rb") as file:  # perhaps a pipe, which can be read once, and has no size
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
         raise DocumentError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a part of it")
-    content = path.read_bytes()
     if not content.strip():
         raise DocumentError(f"{path} is empty; name a file with text")
     if content[:LOOKED_AT].lstrip().startswith(b"%PDF-"):
-        return _read_pdf(path)
+        return _read_pdf(path, content)
     for beginning, what in KNOWN.items():
         if content.startswith(beginning):
             raise DocumentError(f"{path} is {what}")
@@ -92,8 +100,17 @@ def read_document(path: Path) -> Document:
         parser.close()
         text = parser.text()
     if not text.strip():
-        raise DocumentError(f"{path} has no text, only markup; name a file with text")
-    return Document(path.name, text)
+        what = "has no text, only markup" if html else "is empty"
+        raise DocumentError(f"{path} {what}; name a file with text")
+    return Document(_sendable(path.name), text)
+
+
+def _sendable(text: str) -> str:
+    """A text with a question mark for each half of a character, which no request can hold.
+
+    Names of files, and texts of PDF files, may have some.
+    """
+    return text.encode(errors="replace").decode()
 
 
 def _decoded(path: Path, content: bytes, html: bool) -> str:
@@ -105,9 +122,11 @@ def _decoded(path: Path, content: bytes, html: bool) -> str:
         )
     if encoding is None and html and (found := CHARSET.search(content[:LOOKED_AT])):
         encoding = found[1].decode()
+        if encoding.lower().startswith("utf-16"):
+            encoding = "utf-8"  # as browsers do: a page in UTF-16 could not be read so far
     try:
         return content.decode(encoding or "utf-8")
-    except (UnicodeDecodeError, LookupError):
+    except (UnicodeError, LookupError):
         file = shlex.quote(str(path))
         raise DocumentError(
             f"{path} is not {encoding or 'UTF-8'} text; if you know its encoding, convert it, for "
@@ -145,7 +164,7 @@ class _TextOfHtml(HTMLParser):
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def _read_pdf(path: Path) -> Document:
+def _read_pdf(path: Path, content: bytes) -> Document:
     if importlib.util.find_spec("pypdf") is None:
         text = f"{shlex.quote(str(path))} {shlex.quote(path.stem)}.txt"
         raise DocumentError(
@@ -157,10 +176,10 @@ def _read_pdf(path: Path) -> Document:
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
     try:
-        reader = pypdf.PdfReader(path)
+        reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
             raise FileNotDecryptedError
-        texts = [page.extract_text().strip() for page in reader.pages]
+        texts = [_sendable(page.extract_text().strip()) for page in reader.pages]
     except (FileNotDecryptedError, DependencyError):
         file = shlex.quote(str(path))
         raise DocumentError(
@@ -183,4 +202,4 @@ def _read_pdf(path: Path) -> Document:
     for page in texts:
         places.append(len(text))
         text += page + "\n\n"
-    return Document(path.name, text, tuple(places), sum(not page for page in texts))
+    return Document(_sendable(path.name), text, tuple(places), sum(not page for page in texts))

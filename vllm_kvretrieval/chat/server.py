@@ -85,12 +85,14 @@ class Server:
     def __exit__(self, *_: object) -> None:
         """Ask the server to stop, then end the processes that are left of it."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        finally:  # at once, if Ctrl-C is pressed again
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def wait_ready(self, progress: Callable[[float], None]) -> float:
         """Wait until the server answers.

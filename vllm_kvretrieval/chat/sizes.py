@@ -14,7 +14,9 @@ from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.engine import RetrievalConfig
 
 ROOM = 1536
-"""Tokens beside the documents, for questions and answers."""
+"""Tokens beside the documents, for questions and answers, at least."""
+QUESTIONS = 512
+"""The same beside the longest answer."""
 STEP = 1024
 """Lengths of contexts that are not the model's longest are multiples of this."""
 KEPT = 2
@@ -78,7 +80,12 @@ class Serving(NamedTuple):
 
 
 def plan(
-    model: str, texts: Sequence[str], engine: Sequence[str], directory: Path, keep: bool = True
+    model: str,
+    texts: Sequence[str],
+    engine: Sequence[str],
+    directory: Path,
+    keep: bool = True,
+    answer: int = 0,
 ) -> Serving:
     """The server that reads some texts, by what they take of memory and disk.
 
@@ -88,6 +95,7 @@ def plan(
         engine: Further options of ``vllm serve``, which win.
         directory: Where stores are made.
         keep: Whether to keep what is read.
+        answer: Most tokens of an answer.
 
     Raises:
         TooLongError: The documents are longer than the model reads; says which model is not.
@@ -102,9 +110,10 @@ def plan(
     # Of the options: --max-model-len in them is the longest.
     longest = min(own_length(config), int(vllm_config.model_config.max_model_len))
     tokens = count_tokens(vllm_config.model_config, texts)
-    needed = tokens + ROOM
+    room = max(ROOM, QUESTIONS + answer)
+    needed = tokens + room
     if needed > longest:
-        raise TooLongError(too_long(model, tokens, longest))
+        raise TooLongError(too_long(model, tokens, longest, room))
     retrieval = RetrievalConfig.from_vllm(vllm_config)
     each = None if retrieval is None else token_bytes(vllm_config, retrieval)
     free, weights = _free_memory(), weight_bytes(model)
@@ -276,18 +285,19 @@ def _free_memory() -> int:
     return int(get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory)
 
 
-def too_long(model: str, tokens: int, longest: int) -> str:
+def too_long(model: str, tokens: int, longest: int, room: int) -> str:
     """Why documents cannot be asked about with a model, and with which they can.
 
     Args:
         model: The model.
         tokens: Tokens of the documents.
         longest: Tokens of its longest context.
+        room: Tokens for questions and answers.
     """
     return (
         f"the documents have {tokens:,} tokens of this model, and {model} reads {longest:,}, less "
-        f"{ROOM:,} for questions and answers. Name fewer or shorter documents"
-        f"{_others(tokens + ROOM, None)}"
+        f"{room:,} for questions and answers. Name fewer or shorter documents"
+        f"{_others(tokens + room, None)}"
     )
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vllm_kvretrieval.command_inputs import count
 from vllm_kvretrieval.doctor.caches import check_caches
 from vllm_kvretrieval.doctor.findings import Finding, Severity, failed
 from vllm_kvretrieval.doctor.software import (
@@ -66,7 +67,7 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print a JSON array of findings")
     doctor.add_argument(
         "--users",
-        type=_number_of_users,
+        type=count,
         default=USERS,
         metavar="N",
         help="with --serve: say what so many users take (default: %(default)s)",
@@ -83,11 +84,18 @@ def add_doctor(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print findings; returns the exit status."""
     wanted = None
+    if given.serve == []:
+        raise ValueError("--serve wants the arguments of vllm serve behind it: --serve MODEL ...")
     if given.max_model_len is not None:
         if len(given.targets) != 1 or given.serve:
             raise ValueError("--max-model-len wants a model, and no --serve")
         wanted = Wanted(given.targets[0], given.max_model_len)
     if given.targets and wanted is None:
+        if given.serve is not None or given.home_path is not None:
+            raise ValueError(
+                "a running server is looked at by its URL alone; leave --serve and --home-path "
+                "out, or the URL"
+            )
         found = examine_servers(given.targets, given.api_key)
     else:
         found = examine(given.home_path, given.serve, given.users, wanted)
@@ -115,12 +123,6 @@ def examine_servers(urls: list[str], key: str | None) -> Iterator[Finding]:
         servers.append(server := check_server(Client(url, key)))
         yield from (dataclasses.replace(found, server=server.url) for found in server.findings)
     yield from compare(servers)
-
-
-def _number_of_users(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of users")
-    return int(text)
 
 
 def line(finding: Finding) -> str:

@@ -1,6 +1,8 @@
 """Checks of a running server: what it serves, with which options, and what it has counted."""
 
+import http.client
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -66,14 +68,12 @@ class Client:
         """Status and text of an answer, which has to begin within so many seconds.
 
         Raises:
-            OSError: There is none.
+            urllib.error.URLError: There is none, or none by HTTP.
             ValueError: The address is none.
         """
         data = None if body is None else json.dumps(body).encode()
+        local = check_address(self.url) in THIS_MACHINE
         request = urllib.request.Request(self.url + path, data, self._headers)
-        if request.type not in ("http", "https"):
-            raise ValueError(f"{self.url} is no address of a server")
-        local = urllib.parse.urlsplit(self.url).hostname in THIS_MACHINE
         direct = [urllib.request.ProxyHandler({})] if local else []
         try:
             with urllib.request.build_opener(*direct).open(request, timeout=timeout) as answer:
@@ -81,6 +81,24 @@ class Client:
         except urllib.error.HTTPError as refusal:
             with refusal:
                 return refusal.code, refusal.read().decode(errors="replace")
+        except (http.client.HTTPException, ConnectionError, TimeoutError) as e:
+            raise urllib.error.URLError(str(e) or type(e).__name__) from None
+
+
+def check_address(url: str) -> str:
+    """The host of an address of a server.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = parts.scheme in ("http", "https") and (parts.port is None or parts.port > 0)
+    except ValueError:
+        known = False
+    if not known or not parts.hostname or re.search(r"\s", url):
+        raise ValueError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000")
+    return parts.hostname
 
 
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -127,7 +145,8 @@ def check_server(client: Client) -> Server:
         _, metrics = client.ask("/metrics")
         _, version = client.ask("/version")
     except (OSError, ValueError) as e:
-        return failed(f"does not answer ({e})", "start it, or mend the URL")
+        remedy = "start it, or mend the URL; what is to be served stands behind --serve"
+        return failed(f"does not answer ({e})", remedy)
     if status == 401:
         return failed("wants an API key", "name it with --api-key")
     if health != 200 or status != 200:

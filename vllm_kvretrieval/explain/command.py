@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
 
 from vllm_kvretrieval.command_inputs import (
     add_inputs,
@@ -232,6 +233,7 @@ def _explain_request(given: argparse.Namespace) -> None:
     """Show what a running server attends to.
 
     Raises:
+        OSError: The page cannot be written.
         ValueError: There is no page to write, or the server does not tell.
     """
     from vllm_kvretrieval.doctor.server import Client
@@ -244,7 +246,7 @@ def _explain_request(given: argparse.Namespace) -> None:
         said = explain_request(
             client, given.model, given.text.name, text, given.answer_tokens, given.html
         )
-    except OSError as error:
+    except URLError as error:
         raise ValueError(f"no server answers at {client.url} ({error})") from None
     print(f"answer:  {said}\npage:    {given.html}")
 

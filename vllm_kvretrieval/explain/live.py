@@ -36,10 +36,13 @@ def explain_request(
         The answer.
 
     Raises:
-        OSError: No server answers.
+        OSError: No server answers (URLError), or the page cannot be written.
         ValueError: It refuses, or does not tell.
     """
-    if client.ask("/v1/kv_retrieval/options")[0] != 200:
+    status, _ = client.ask("/v1/kv_retrieval/options")
+    if status == 401:
+        raise ValueError(f"{client.url} wants an API key; name it with --api-key")
+    if status != 200:
         raise ValueError(f"{client.url} {NO_SOURCES}")
     tokens = _asked(client, "/tokenize", {"model": model, "prompt": text})["tokens"]
     answer = _asked(

@@ -86,6 +86,7 @@ data = APIRouter(prefix="/v1/kv_retrieval", dependencies=[Depends(_check_origin)
 def get_file(file: str, request: Request) -> Response:
     """One of the page's own files."""
     _page(request)
+    file = file.rstrip("/")
     if file not in STATIC:
         raise HTTPException(404)
     name, kind = STATIC[file]

@@ -24,6 +24,7 @@ class CpuRetrieval(RetrievalPlatform):
         if parallel.worker_cls == cls.worker:
             from vllm_kvretrieval.engine.cpu import processes
 
+            processes.check_cores(vllm_config)
             if executor == processes.ALONE:
                 processes.share_process(vllm_config)
 

@@ -86,7 +86,10 @@ class RoundedVocabulary(UnquantizedEmbeddingMethod):
     supports_pre_processed_weights = False
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        keep(layer, rounded(layer.weight, VOCABULARY_BITS, by_outputs=True))
+        if layer.weight.is_meta:  # missing, and never used (--mm-encoder-only)
+            super().process_weights_after_loading(layer)
+        else:
+            keep(layer, rounded(layer.weight, VOCABULARY_BITS, by_outputs=True))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -1,7 +1,6 @@
 """``vllm-kvretrieval store add``: read documents, so that servers answer about them at once."""
 
 import argparse
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -159,17 +158,15 @@ def _engine(served: argparse.Namespace) -> "LLM":
 
     If no method is named, it is our own: without one there is no store.
     """
-    from vllm import LLM, EngineArgs
+    from vllm import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_kvretrieval.upstream.defaults import all_cores
+    from vllm_kvretrieval.upstream.starting import start_engine
 
     parsed = EngineArgs.from_cli_args(served)
     if parsed.attention_backend is None and parsed.attention_config.backend is None:
         parsed.attention_backend = AttentionBackendEnum[DEFAULT_METHOD.upper()]
-    for name, value in all_cores(parsed.tensor_parallel_size).items():
-        os.environ.setdefault(name, value)
-    return LLM.from_engine_args(parsed)
+    return start_engine(parsed)
 
 
 def _documents(

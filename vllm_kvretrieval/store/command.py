@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_kvretrieval.command_inputs import number
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.store.add import add_arguments
 from vllm_kvretrieval.store.disk.changes import change, each_store, locked
@@ -38,7 +39,7 @@ def add_store(commands: Any) -> None:
     store = commands.add_parser("store", help=about, description=about)
     actions = store.add_subparsers(required=True, metavar="ACTION")
     listing = _add(actions, "ls", list_contexts, "list stores and the contexts in them")
-    listing.add_argument("--contexts", type=int, default=20, help="most per store (default: 20)")
+    listing.add_argument("--contexts", type=number, default=20, help="most per store (default: 20)")
     for what, text in (
         (PIN, "never evict a context"),
         (UNPIN, "let a context be evicted again"),
@@ -72,7 +73,10 @@ def _add(actions: Any, name: str, run: Any, about: str) -> argparse.ArgumentPars
 
 
 def _days(text: str) -> float:
-    days = float(text)
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
     if not 0 <= days < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of days, got {text}")
     return days
@@ -85,7 +89,7 @@ def list_contexts(given: argparse.Namespace) -> int:
         print(
             f"{store.name}: {store.model}, {store.dtype}, codec {store.codec}, vLLM {store.vllm}; "
             f"{store.bytes / GIB:.2f} GiB, {store.tokens} of {store.room} tokens, {store.count} "
-            "contexts"
+            f"context{'s'[: store.count != 1]}"
         )
         if store.contexts:
             print(f"  {'id':12} {'tokens':>9} {'level':9} {'written':16} {'pinned':6} names")

@@ -55,6 +55,12 @@ WORKAROUNDS = (
         "torch remembers what it has tried.",
     ),
     Workaround(
+        "upstream.starting.interruptible",
+        "A KeyboardInterrupt while an engine starts is forgotten (zmq_socket_ctx); its process has "
+        "ended, and vLLM waits for it for ten minutes (VLLM_ENGINE_READY_TIMEOUT_S).",
+        "The interrupt is raised again.",
+    ),
+    Workaround(
         "engine.cpu.processes.share_process",
         "On CPUs a worker that is alone has a process of its own, and all are spawned, since "
         "OpenMP reads its cores when a process starts.",

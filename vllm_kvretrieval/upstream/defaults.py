@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable that names the cores of workers."""
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 """vLLM's variable that says how many cores it keeps back, for all workers together."""
 FEW_CORES = 4
@@ -112,7 +114,7 @@ def check_threads(cores: list[int], used: int, workers: int, nixl: bool = False)
         nixl: whether a connector of NIXL takes the last core.
     """
     text = f"vLLM computes on {used} of {len(cores)} cores"
-    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    bound = os.environ.get(BIND, "auto")
     free = cores[:-1] if nixl and len(cores) > 1 else cores
     settings = " ".join(f"{name}={value}" for name, value in _bound(free, workers).items())
     if used > len(free) and nixl and bound != "nobind":
@@ -142,4 +144,4 @@ def _bound(cores: list[int], workers: int) -> dict[str, str]:
         for i, (begin, end) in enumerate(itertools.pairwise(ends))
     ]
     lists = [",".join(str(core) for core in part) for part in parts]
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists), "GOMP_SPINCOUNT": "20000"}
+    return {BIND: "|".join(lists), "GOMP_SPINCOUNT": "20000"}

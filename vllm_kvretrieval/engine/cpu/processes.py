@@ -17,18 +17,22 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
+from vllm_kvretrieval.errors import RetrievalConfigError
+from vllm_kvretrieval.upstream.defaults import BIND, all_cores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +54,50 @@ class EngineExecutor(UniProcExecutor):
             os.sched_setaffinity(0, {cores[0]})
         gc.freeze()  # all that is imported stays; a collection would copy it in a forked process
         super()._init_executor()
+
+
+def check_cores(vllm_config: VllmConfig) -> None:
+    """Refuse cores for workers that they cannot have: vLLM would fail in its engine's process, or
+    compute on others.
+
+    Raises:
+        RetrievalConfigError: Says what is wrong with the variable that names them.
+    """
+    bound, parallel = envs.VLLM_CPU_OMP_THREADS_BIND, vllm_config.parallel_config
+    if bound in ("auto", "nobind") or parallel.data_parallel_size > 1:
+        return
+    workers = parallel.local_world_size
+    example = all_cores(workers)[BIND]
+    remedy = f"write a list for each of {workers}, such as {example!r}, or auto, or nobind"
+    try:
+        lists = [parse_id_list(each) for each in bound.split("|")]
+    except ValueError:
+        raise RetrievalConfigError(
+            f"{BIND}={bound!r} is no list of cores, or several with | between them; {remedy}."
+        ) from None
+    if len(lists) != workers or not all(lists):
+        numbers = " and ".join(str(len(each)) for each in lists)
+        raise RetrievalConfigError(f"{BIND}={bound!r} names {numbers} cores for workers; {remedy}.")
+    named = {core for each in lists for core in each}
+    if missing := sorted(named - _allowed(named)):
+        raise RetrievalConfigError(
+            f"{BIND}={bound!r}: a process may not run on {missing}, which this machine or "
+            f"container does not have; {remedy}."
+        )
+
+
+def _allowed(cores: Collection[int]) -> set[int]:
+    """Those of some cores that a process may run on."""
+
+    def run() -> set[int]:
+        try:
+            os.sched_setaffinity(0, cores)
+        except (OSError, OverflowError, ValueError):
+            return set()
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as pool:  # a thread has an affinity of its own
+        return pool.submit(run).result()
 
 
 def share_process(vllm_config: VllmConfig) -> None:

@@ -4,7 +4,10 @@
 const LEAST = 512, MOST = 4096, SOON_MS = 2000; // tokens that are read at once; quick pieces grow
 const MOST_FILE = 8000000, MAX_TOKENS = 200, PASSAGES = 8, LEVELS = 5;
 const at = (id) => document.getElementById(id);
-const state = { key: "", model: "", options: null, document: null, turns: [], shown: null, read: null };
+const state = {
+  key: "", model: "", options: null, document: null, turns: [], shown: null,
+  read: null, answer: null, // what is under way: it can be aborted
+};
 
 class HttpError extends Error {
   constructor(status, text) {
@@ -17,9 +20,13 @@ async function call(path, { method = "GET", body, signal, stream = false } = {})
   const headers = { "Content-Type": "application/json" };
   if (state.key) headers.Authorization = `Bearer ${state.key}`;
   const data = body === undefined ? undefined : JSON.stringify(body);
-  const answer = await fetch(path, { method, headers, body: data, signal });
+  const answer = await fetch(path, { method, headers, body: data, signal }).catch(unreachable);
   if (!answer.ok) throw new HttpError(answer.status, await reason(answer));
   return stream ? answer : answer.json();
+}
+
+function unreachable(error) {
+  throw error.name === "AbortError" ? error : new Error(`The server does not answer (${error.message}).`);
 }
 
 async function reason(answer) {
@@ -42,6 +49,10 @@ function complain(error) {
   if (error?.name === "AbortError") return;
   at("error").textContent = error ? error.message : "";
   at("error").hidden = !error;
+}
+
+function ready() {
+  at("send").disabled = Boolean(state.read || state.answer);
 }
 
 const guarded = (act) => async (event) => {
@@ -88,6 +99,7 @@ async function listDocuments() {
     open.onclick = guarded(() => choose(id));
     if (state.document?.id === id) open.setAttribute("aria-current", "true");
     const forget = element("button", "×", { type: "button", title: `Forget ${name}` });
+    forget.ariaLabel = forget.title;
     forget.onclick = guarded(() => remove(id));
     row.append(open, forget);
     return row;
@@ -103,23 +115,41 @@ async function remove(id) {
 async function addFile() {
   const [file] = at("file").files;
   if (!file) return;
+  at("file").value = ""; // so that the same file can be named again
   if (file.size > MOST_FILE) throw new Error(`${file.name} has more than ${MOST_FILE / 1e6} MB.`);
-  let text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-  at("file").value = "";
+  let text = decoded(await file.arrayBuffer());
+  if (text === null) {
+    throw new Error(
+      `${file.name} is not text in UTF-8 or UTF-16. Save it as text in UTF-8; of a PDF or another ` +
+        "encoding take the text by: vllm-kvretrieval chat FILE --page.",
+    );
+  }
   if (/\.html?$/i.test(file.name)) {
     const parsed = new DOMParser().parseFromString(text, "text/html"); // runs and loads nothing
     parsed.querySelectorAll("script, style, template, noscript, svg").forEach((part) => part.remove());
     text = parsed.body.textContent.replace(/[ \t]+/g, " ").replace(/\s*\n\s*/g, "\n").trim();
   }
   if (!text.trim()) throw new Error(`${file.name} has no text.`);
-  if (text.includes("\0")) throw new Error(`${file.name} is no text.`);
   const body = { name: file.name.slice(0, 200), text };
   const { id } = await call("/v1/kv_retrieval/documents", { method: "POST", body });
   await choose(id);
 }
 
+// The text of a file, by the mark that it begins with, or in UTF-8; null: it is none.
+function decoded(bytes) {
+  const [first, second] = new Uint8Array(bytes);
+  const mark = { 0xfffe: "utf-16le", 0xfeff: "utf-16be" }[(first << 8) | second];
+  try {
+    const text = new TextDecoder(mark ?? "utf-8", { fatal: true }).decode(bytes);
+    return text.includes("\0") ? null : text;
+  } catch {
+    return null;
+  }
+}
+
 async function choose(id) {
   state.read?.abort();
+  state.answer?.abort();
   const found = await call(`/v1/kv_retrieval/documents/${id}`);
   Object.assign(state, { document: { ...found, id }, turns: [], shown: null });
   at("name").textContent = found.name;
@@ -151,7 +181,7 @@ async function tokenized(chat) {
 async function read() {
   const control = (state.read = new AbortController());
   const { signal } = control;
-  at("send").disabled = true;
+  ready();
   at("stop").hidden = false;
   at("far").textContent = "counting tokens";
   at("bar").removeAttribute("value");
@@ -183,11 +213,17 @@ async function read() {
       if (state.read !== control) return;
       far(done, end, computed && ((end - done) * spent) / computed);
     }
+  } catch (error) {
+    if (state.read === control) {
+      at("bar").value = at("bar").value; // it no longer moves
+      at("far").textContent = signal.aborted ? "stopped; what was read is kept" : "not read";
+    }
+    throw error;
   } finally {
     if (state.read === control) {
-      at("send").disabled = false;
+      state.read = null;
       at("stop").hidden = true;
-      if (signal.aborted) at("far").textContent = "stopped; what was read is kept";
+      ready();
     }
   }
 }
@@ -202,7 +238,17 @@ function far(done, end, left) {
 async function ask() {
   const question = at("question").value.trim();
   const budget = Number(at("budget").value);
-  const about = state.document;
+  const control = (state.answer = new AbortController());
+  ready();
+  try {
+    await answerAll(question, budget, control.signal);
+  } finally {
+    if (state.answer === control) state.answer = null;
+    ready();
+  }
+}
+
+async function answerAll(question, budget, signal) {
   let chat = messages(question);
   for (; state.turns.length; chat = messages(question)) {
     const { count, max_model_len } = await tokenized(chat);
@@ -213,28 +259,22 @@ async function ask() {
   const pair = element("div", "", { className: "pair" });
   turn.append(element("p", question), pair);
   at("answers").prepend(turn);
-  at("send").disabled = true;
   const own = at("budget").disabled ? {} : { kv_retrieval_budget: budget };
   const ways = [[`budget ${budget.toLocaleString("en")}`, own]];
   if (at("beside").checked) ways.push(["full attention", { kv_retrieval_exact: true }]);
   const cards = ways.map(([name]) => card(name));
   pair.append(...cards.map(({ box }) => box));
-  try {
-    let first = null;
-    for (const [i, [name, options]] of ways.entries()) {
-      const reply = await answer(chat, options, cards[i]);
-      if (state.document !== about) return;
-      reply.name = name;
-      first ??= reply;
-      if (!tells()) continue;
-      await sources(chat, reply, cards[i]);
-      if (i === 0) display(reply);
-    }
-    state.turns.push({ question, answer: first.text });
-    at("question").value = "";
-  } finally {
-    at("send").disabled = false;
+  let first = null;
+  for (const [i, [name, options]] of ways.entries()) {
+    const reply = await answer(chat, options, cards[i], signal);
+    reply.name = name;
+    first ??= reply;
+    if (!tells()) continue;
+    await sources(chat, reply, cards[i], signal);
+    if (i === 0) display(reply);
   }
+  state.turns.push({ question, answer: first.text });
+  at("question").value = "";
 }
 
 const tells = () => state.options.may.includes("sources");
@@ -247,14 +287,14 @@ function card(name) {
   return made;
 }
 
-async function answer(chat, options, { head, text }) {
+async function answer(chat, options, { head, text }, signal) {
   const body = {
     model: state.model, messages: chat, max_tokens: MAX_TOKENS, temperature: 0, stream: true,
     stream_options: { include_usage: true },
     vllm_xargs: { ...options, ...(tells() && { kv_retrieval_sources: true }) },
   };
   const began = performance.now();
-  const stream = await call("/v1/chat/completions", { method: "POST", body, stream: true });
+  const stream = await call("/v1/chat/completions", { method: "POST", body, signal, stream: true });
   const reply = { id: "", text: "" };
   let first = 0, last = 0, tokens = 0;
   for await (const chunk of events(stream.body)) {
@@ -277,7 +317,7 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(unreachable);
     if (done) return;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
@@ -288,8 +328,8 @@ async function* events(body) {
   }
 }
 
-async function sources(chat, reply, { list, box }) {
-  const told = await call(`/v1/kv_retrieval/sources/${encodeURIComponent(reply.id)}`);
+async function sources(chat, reply, { list, box }, signal) {
+  const told = await call(`/v1/kv_retrieval/sources/${encodeURIComponent(reply.id)}`, { signal });
   const tokens = (await tokenized(chat)).tokens.slice(0, state.document.tokens);
   // What a model attends to at each step, whatever it writes, is not prominent.
   const prominent = told.peaks.map((group, i) => {
@@ -307,7 +347,7 @@ async function sources(chat, reply, { list, box }) {
     for (const [begin, end] of stretches(group.weights, tokens.length / told.page_size)) {
       const part = tokens.slice(begin * told.page_size, end * told.page_size);
       const body = { model: state.model, tokens: part };
-      const { prompt } = await call("/detokenize", { method: "POST", body });
+      const { prompt } = await call("/detokenize", { method: "POST", body, signal });
       const text = prompt.replace(/^\ufffd+|\ufffd+$/g, "");
       const place = nearest(text, (begin * told.page_size) / tokens.length);
       const weight = Math.max(...group.weights.slice(begin, end));
@@ -383,11 +423,18 @@ function show(passages, here = null) {
   }
   at("text").replaceChildren(...parts, text.slice(end));
   const target = at("text").querySelector(".here") ?? at("text").querySelector(`.w${LEVELS}`);
-  target?.scrollIntoView({ block: "center" });
+  if (here) target?.scrollIntoView({ block: "center" });
+  else if (target) scrollWithin(at("text"), target); // a narrow window stays at the answer
+}
+
+function scrollWithin(box, target) {
+  const distance = target.getBoundingClientRect().top - box.getBoundingClientRect().top;
+  box.scrollTop += distance - box.clientHeight / 2;
 }
 
 addEventListener("DOMContentLoaded", () => {
-  state.key = decodeURIComponent(location.hash.slice(1)); // is sent to no server
+  const key = location.hash.slice(1); // is sent to no server
+  state.key = /%(?![0-9a-f]{2})/i.test(key) ? key : decodeURIComponent(key);
   history.replaceState(null, "", location.pathname);
   at("login").onsubmit = guarded(() => {
     state.key = at("key").value.trim();
