@@ -223,7 +223,7 @@ def test_by_keyboard_alone(page):
     press(page, "Enter")
     page.wait("state.document && !state.read && at('far').textContent.includes(' tokens read')")
     page.run("at('question').focus(); at('question').value = 'What?'")
-    met = []
+    met = list[str]()
     while "send" not in met:
         assert len(met) < 5, met
         press(page, "Tab")
