@@ -174,6 +174,27 @@ def test_documents_have_a_size(client_of, monkeypatch):
     assert client_of().post(f"{ROOT}/documents", content=pieces).status_code == 413
 
 
+def test_a_client_that_goes_away(client_of):
+    """In the middle of a document; any client could fill the server's log with tracebacks."""
+    told = []
+    messages = iter(
+        [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    )
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        told.append(message)
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": f"{ROOT}/documents", "query_string": b""},
+        "headers": [],
+    }
+    asyncio.run(client_of().app(scope, receive, send))
+    assert told[0]["status"] == 400
+
+
 def test_a_document_that_cannot_be_kept(client_of, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

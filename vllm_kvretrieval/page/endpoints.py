@@ -18,6 +18,7 @@ from fastapi import Path as InPath
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import State
+from starlette.requests import ClientDisconnect
 
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.page.library import MOST_CHARACTERS, Library, Text
@@ -161,10 +162,13 @@ def get_document(id: Id, request: Request) -> Text:
 async def add_document(request: Request) -> dict[str, str]:
     """Take in the text of a document."""
     library, body = _page(request).library, bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise HTTPException(413, f"A document has {MOST_BYTES} bytes at most.")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BYTES:
+                raise HTTPException(413, f"A document has {MOST_BYTES} bytes at most.")
+    except ClientDisconnect:  # nobody reads the answer; the server's log would have a traceback
+        raise HTTPException(400, "The document has broken off.") from None
     try:
         text = Text.model_validate_json(bytes(body))
     except ValidationError as error:

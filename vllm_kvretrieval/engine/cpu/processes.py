@@ -66,17 +66,18 @@ def check_cores(vllm_config: VllmConfig) -> None:
     bound, parallel = envs.VLLM_CPU_OMP_THREADS_BIND, vllm_config.parallel_config
     if bound in ("auto", "nobind") or parallel.data_parallel_size > 1:
         return
-    workers = parallel.local_world_size
+    workers, rank = parallel.local_world_size, parallel.data_parallel_rank_local or 0
     example = all_cores(workers)[BIND]
     remedy = f"write a list for each of {workers}, such as {example!r}, or auto, or nobind"
     try:
-        lists = [parse_id_list(each) for each in bound.split("|")]
+        parts = bound.split("|")[rank * workers :][:workers]  # others are of other engines
+        lists = [parse_id_list(each) for each in parts]
     except ValueError:
         raise RetrievalConfigError(
             f"{BIND}={bound!r} is no list of cores, or several with | between them; {remedy}."
         ) from None
     if len(lists) != workers or not all(lists):
-        numbers = " and ".join(str(len(each)) for each in lists)
+        numbers = " and ".join(str(len(each)) for each in lists) or "no"
         raise RetrievalConfigError(f"{BIND}={bound!r} names {numbers} cores for workers; {remedy}.")
     named = {core for each in lists for core in each}
     if missing := sorted(named - _allowed(named)):

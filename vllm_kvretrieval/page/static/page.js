@@ -271,8 +271,10 @@ async function answerAll(question, budget, signal) {
     first ??= reply;
     if (!tells()) continue;
     await sources(chat, reply, cards[i], signal);
+    signal.throwIfAborted();
     if (i === 0) display(reply);
   }
+  signal.throwIfAborted(); // another document is open
   state.turns.push({ question, answer: first.text });
   at("question").value = "";
 }
@@ -433,8 +435,12 @@ function scrollWithin(box, target) {
 }
 
 addEventListener("DOMContentLoaded", () => {
-  const key = location.hash.slice(1); // is sent to no server
-  state.key = /%(?![0-9a-f]{2})/i.test(key) ? key : decodeURIComponent(key);
+  state.key = location.hash.slice(1); // is sent to no server
+  try {
+    state.key = decodeURIComponent(state.key);
+  } catch {
+    // It is none of ours; the server says so.
+  }
   history.replaceState(null, "", location.pathname);
   at("login").onsubmit = guarded(() => {
     state.key = at("key").value.trim();
