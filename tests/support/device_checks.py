@@ -395,7 +395,7 @@ RULES = {
     "pages": Keeping(page=3, sink=4, recent_share=0.29),
     "stamps of layers": Keeping(rating="stamp", per_layer=True, recent=3),
     "all spared": Keeping(sink=5, recent=100),
-    "sink alone": Keeping(sink=400, recent=100),
+    "sink alone": Keeping(sink=400),
 }
 """How tokens may be rated and spared."""
 
@@ -419,7 +419,8 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
     table[seat[5].long(), Column.EXACT] = 1
     tables = torch.randperm(rows * pages).view(rows, pages).int()
     cache = torch.randn(rows * pages, kv_heads, page, 2 * head_size).bfloat16()
-    first = torch.tensor([pages * page - 9, pages * page - 20, 1, *[pages * page - 9] * 4])
+    end = pages * page - 9
+    first = torch.tensor([end, end, 1, *[end] * 4])
     budgets = torch.randint(20, most + 1, (seats, kv_heads)).int()
     budgets[seat[1].long(), 0] = most
     counts = budgets - 1 - torch.randint(0, 3, budgets.shape).int()
@@ -430,12 +431,15 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
     chosen = torch.zeros(seats, kv_heads, most, dtype=torch.int32)
     for of_seat in range(seats):
         for head in range(kv_heads):
-            at = chosen[of_seat, 0 if rule.per_layer else head]
-            if not rule.per_layer or head == 0:
-                starts = torch.randperm(most // rule.page)[: -(-most // rule.page)].sort().values
-                whole = (starts[:, None] * rule.page + torch.arange(rule.page)).flatten()
-                at[: len(whole)] = whole
-            chosen[of_seat, head] = at
+            if rule.recent > rule.sink > 0:  # nothing is kept but what is spared
+                count = int(counts[of_seat, head])
+                whole = torch.arange(end - 1 - count, end - 1)
+                whole[: rule.sink] = torch.arange(rule.sink)[: len(whole)]
+            elif head == 0 or not rule.per_layer:
+                of_pages = torch.randperm((end - 10) // rule.page)[: most // rule.page + 1]
+                whole = of_pages.sort().values[:, None] * rule.page + torch.arange(rule.page)
+                whole = whole.flatten()[:most]
+            chosen[of_seat, head, : len(whole)] = whole
     ratings = torch.rand(chosen.shape)
     if rule.rating in ("stamp", "position"):
         ratings = (ratings * 99).round()
@@ -456,7 +460,7 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
         )  # fmt: skip
         held = replace(held, chosen=kept.chosen, counts=kept.counts, ends=ends.to(where))
         plan = DevicePlan.empty(
-            rows=rows, kv_heads=kv_heads, group=group, entries=most, width=pages * page,
+            rows=rows, kv_heads=kv_heads, group=group, entries=most, width=pages * page + most,
             programs=3, device=where,
         )  # fmt: skip
         plan.scores.fill_(float("nan"))

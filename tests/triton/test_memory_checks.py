@@ -49,7 +49,7 @@ RECALL = {
 DROPS = {"check": device_checks.dropped_tokens, "rule": "pages", "steps": 1}
 RACING = {
     "decode": (DECODE, ["partial_out"]),
-    "dropping": (DROPS, ["counts", "chosen", "chosen"]),
+    "dropping": (DROPS, ["(chosen|ratings|counts)", "chosen"]),
     "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
     "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }

@@ -167,7 +167,6 @@ def _drop_kernel(
     behind = tl.where(behind < _NOWHERE, behind, final)
     victim = tl.where(victim < _NOWHERE, victim, behind)  # where all are spared
     left = tl.maximum(total - PAGE, 0)
-    tl.debug_barrier()
     for tile in tl.range(victim // TILE, tl.cdiv(left, TILE)):
         place = tile * TILE + tl.arange(0, TILE)
         moves = (place >= victim) & (place < left)
