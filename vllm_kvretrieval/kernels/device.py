@@ -122,7 +122,8 @@ class ScoreRoom:
     number of rows times KV heads.
 
     Attributes:
-        scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
+        scores: float32 [>= N, group, >= entries]; scores of the entries of a context; or where
+            tokens are dropped, those of the listed tokens, which attention writes.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
         arrivals: int32 [>= N]; 0 between launches. How many programs of a list have ended.
