@@ -102,7 +102,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dropped tokens and whole contexts": (
         "h2o",
         {"exact_below": 999},
-        "kv_retrieval.exact_below=999 cannot be used with h2o",
+        "kv_retrieval.exact_below=999 has no effect with h2o, which keeps tokens by the attention",
     ),
     "kept tokens in host memory": (
         "snapkv",

@@ -178,7 +178,7 @@ def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32):
         ({"queries": 2, "starts": torch.zeros(2)}, "starts must be"),
         ({"scores": torch.zeros(2, 3, 9)}, "scores must be"),
         (
-            {"queries": 2, "starts": torch.zeros(3, dtype=torch.int32)}
+            {"queries": 2, "starts": torch.zeros(1, dtype=torch.int32)}
             | {"scores": torch.zeros(2, 2, 9)},
             "scores are of rows of one query, and these have 2",
         ),
