@@ -394,6 +394,7 @@ RULES = {
     "position": Keeping(rating="position", sink=1),
     "pages": Keeping(page=3, sink=4, recent_share=0.29),
     "stamps of layers": Keeping(rating="stamp", per_layer=True, recent=3),
+    "recent": Keeping(sink=5, recent=90),
     "all spared": Keeping(sink=5, recent=100),
     "sink alone": Keeping(sink=400),
 }
@@ -431,7 +432,7 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
     chosen = torch.zeros(seats, kv_heads, most, dtype=torch.int32)
     for of_seat in range(seats):
         for head in range(kv_heads):
-            if rule.recent > rule.sink > 0:  # nothing is kept but what is spared
+            if rule is RULES["all spared"]:  # nothing else is kept
                 count = int(counts[of_seat, head])
                 whole = torch.arange(end - 1 - count, end - 1)
                 whole[: rule.sink] = torch.arange(rule.sink)[: len(whole)]
@@ -444,6 +445,8 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
     if rule.rating in ("stamp", "position"):
         ratings = (ratings * 99).round()
     ratings[torch.rand(ratings.shape) < 0.05] = float("inf")
+    ratings[:, -1] = 2.0 * most - torch.arange(most)  # the latest go that are not spared
+    ratings[seat[1].long(), 0, : rule.page] = -1  # the first page goes, if it is not spared
     ends = torch.full((seats,), 5, dtype=torch.int32)
     found = []
     for ops, where in ((reference, "cpu"), (kernels, device)):
@@ -477,7 +480,7 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
             )  # fmt: skip
             in_rows = moved_rows(in_rows, operator.methodcaller("to", where))
             query = torch.randn(rows, kv_heads * group, head_size, generator=draw)
-            query = (2 * query).bfloat16().to(where)
+            query = (5 * query).bfloat16().to(where)  # some tokens get next to nothing
             out, lse = torch.zeros_like(query), torch.zeros(rows * kv_heads, group, device=where)
             ops.prepare_rows(in_rows, requests, page)
             given = in_rows, requests, (once,), (none,), held, page, plan
