@@ -10,7 +10,7 @@ from vllm_kvretrieval.kernels.triton.decode import LOG2_E
 from vllm_kvretrieval.kernels.types import KeptTokens
 from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
 
-TILE = 512
+TILE = 1024
 """Tokens that a program rates, or moves, at a time."""
 WARPS = 8
 
