@@ -70,9 +70,9 @@ come in short tiles. Guesses."""
 RANK, READS_OF_RANK, OF_UNIT = 10.0, 5, 100e9
 """us of ranking tokens beside its reads, how often it reads the scores, and the bytes per second
 that a multiprocessor reads of the L2 cache. Guesses."""
-BOOKS_OF_DROP = 7
+BOOKS_OF_DROP = 6
 """Numbers of a token that a step reads or writes which drops another one, beside its scores: its
-rating and its position, twice, and what follows the dropped one, half of all, as it moves."""
+rating three times, its position, and both of what follows the dropped one, half of all, twice."""
 CORRECTED = {0.9: 0.63, 0.8: 0.25}
 """Share of KV heads that select before attention, by the threshold below which they do: as measured
 with small models on CPUs (docs/papers.md)."""

@@ -128,12 +128,10 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig) -> Non
                 f"{config.method} does not verify drafts beside {obstacle} on a GPU yet; leave one "
                 "out."
             )
-    by = f"kv_retrieval.drafts={config.drafts}" if config.drafts else "--speculative-config"
-    SPECULATION.check(config.methods.values(), by)
     group, drafts = query_heads(vllm_config), vllm_config.num_speculative_tokens
-    by = f"num_speculative_tokens={drafts} of --speculative-config"
-    if config.drafts:
-        by = f"kv_retrieval.drafts={drafts}"
+    told = f"kv_retrieval.drafts={drafts}" if config.drafts else "--speculative-config"
+    SPECULATION.check(config.methods.values(), told)
+    by = told if config.drafts else f"num_speculative_tokens={drafts} of {told}"
     most = MOST_IN_GROUP // group - 1
     if drafts > most:
         use = f"use {most} at most" if most > 0 else "leave it out"
