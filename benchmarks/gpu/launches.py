@@ -22,7 +22,7 @@ from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
@@ -34,6 +34,7 @@ from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
 from vllm_kvretrieval.retrieval.index.representative import Representative
 from vllm_kvretrieval.retrieval.pooling import Pooling
+from vllm_kvretrieval.retrieval.presets import presets
 
 HEAD_SIZES = tuple(range(16, 257, 16))
 COMMON = 128
@@ -50,6 +51,8 @@ LONG_PAGE, CODEC = 128, "k8v4"
 """Pages and codec of TTKV."""
 OPEN_PAGES = 5
 """Of a request, that are not yet encoded."""
+DROPPING, DROPPED_SIZES, BUDGET = ("h2o", "tova", "raas"), (64, 128, 256), 2048
+"""Methods whose steps drop tokens, head sizes that these are compiled for, and their budget."""
 KV_HEADS, GROUP = 8, 4
 
 
@@ -89,6 +92,11 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"pool {name}", partial(step.pool_tokens, shared=shared)
         yield f"rank {name}", step.filter_tokens if shared else step.plan_tokens
     yield "list_kept", Step(Exact(), COMMON).list_kept
+    for name in DROPPING:
+        yield f"drop_tokens {name}", partial(_drop, name)
+    for head_size in DROPPED_SIZES:
+        scored = partial(_decode, head_size, page=1, scored=BUDGET)
+        yield f"sparse_decode tokens scored d{head_size}", scored
     yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
@@ -127,6 +135,7 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"plan_decode {MinMax().name} {kept}", step.select
     yield f"index {Mean().name} {kept}", Step(Mean(), COMMON, kv_heads=1).build
     yield f"list_kept {ONE_HEAD}", Step(Exact(), COMMON, kv_heads=1).list_kept
+    yield f"drop_tokens {ONE_HEAD}", partial(_drop, DROPPING[0], kv_heads=1)
     yield from _calls_of_codec(CODEC, COMMON, kv_heads=1)
     for name, ahead in (("resolve", False), ("resolve_ahead", True)):
         yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
@@ -178,6 +187,7 @@ def _decode(
     page: int = PAGE,
     sinks: bool = False,
     softcap: float = 0.0,
+    scored: int = 0,
 ) -> None:
     query = torch.empty(1, kv_heads * GROUP, head_size, dtype=dtype)
     rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
@@ -192,7 +202,18 @@ def _decode(
         DecodeWorkspace.empty(**rows, splits=4, device="cpu"),
         sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
         softcap=softcap,
+        scores=torch.empty(kv_heads, GROUP, scored) if scored else None,
     )
+
+
+def _drop(name: str, kv_heads: int = KV_HEADS) -> None:
+    keeping = presets()[name].keeping
+    assert keeping is not None
+    shape = 1, kv_heads, BUDGET
+    counts = torch.empty(2, 1, kv_heads, dtype=torch.int32)
+    kept = KeptTokens(torch.empty(shape, dtype=torch.int32), torch.empty(shape), *counts)
+    scores = torch.empty(kv_heads, GROUP, BUDGET)
+    kernels.drop_tokens(scores, scores[..., 0].contiguous(), _rows(), 0, kept, keeping)
 
 
 def _recall(head_size: int) -> None:

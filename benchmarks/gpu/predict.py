@@ -70,6 +70,9 @@ come in short tiles. Guesses."""
 RANK, READS_OF_RANK, OF_UNIT = 10.0, 5, 100e9
 """us of ranking tokens beside its reads, how often it reads the scores, and the bytes per second
 that a multiprocessor reads of the L2 cache. Guesses."""
+BOOKS_OF_DROP = 6
+"""Numbers of a token that a step reads or writes which drops another one, beside its scores: its
+rating three times, its position, and both of what follows the dropped one, half of all, twice."""
 CORRECTED = {0.9: 0.63, 0.8: 0.25}
 """Share of KV heads that select before attention, by the threshold below which they do: as measured
 with small models on CPUs (docs/papers.md)."""
@@ -87,6 +90,7 @@ FIXED = {
     "_build_bits_kernel": 2.5,
     "_cut_kernel": 3.0,
     "_list_kept_kernel": 3.0,
+    "_drop_kernel": 6.0,
     "_resolve_kernel": 12.0,
     "_write_open_kernel": 3.0,
 }
@@ -215,9 +219,12 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return READS_OF_RANK * 4 * sizes.tokens
         case "_list_kept_kernel":
             return 12 * sizes.listed
+        case "_drop_kernel":
+            return 4 * (group + BOOKS_OF_DROP) * sizes.listed
         case "_sparse_decode_kernel":
             parts = 2 * math.prod(launch.grid) * group * 4 * (shape.head_size + 1)
             keys = sizes.listed * 2 * shape.head_size * DTYPE.itemsize
+            keys += 4 * group * sizes.listed * values["SCORED"]
             return keys + (parts if values["SPLITS"] > 1 else 0)
         case "_resolve_kernel":
             slots = math.prod(launch.grid) * values["capacity"]

@@ -76,7 +76,7 @@ def test_what_gpus_refuse_is_not_predicted():
         ("oracle", "host"),
         ("fier", "host"),
         ("snapkv", "host"),
-        ("h2o", "device"),
+        ("h2o", "host"),
         ("ttkv", "device"),
         ("kivi", "host"),
     }
@@ -112,6 +112,16 @@ def test_kept_tokens_are_listed_and_nothing_is_scored():
     launches = counted.decode_step(config, batch=1, context=131072, units=132)
     ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
     assert ours == ["_write_kernel", "_list_kept_kernel", "_sparse_decode_kernel"]
+
+
+@pytest.mark.parametrize("method", ["h2o", "tova", "raas"])
+def test_a_token_is_dropped_after_attention(method):
+    config = counted.served(method, "device")
+    assert config is not None
+    launches = counted.decode_step(config, batch=1, context=131072, units=132)
+    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
+    listed = ["_write_kernel", "_list_kept_kernel"]
+    assert ours == [*listed, "_sparse_decode_kernel", "_drop_kernel"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

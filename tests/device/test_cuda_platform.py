@@ -13,7 +13,7 @@ from benchmarks.common import ROOT
 
 SERVED = (
     "kvretrieval freekv quest arkvale infllm twilight fier omnikv ttkv entropykv "
-    "snapkv razor streamingllm full kivi oracle"
+    "snapkv h2o tova raas razor streamingllm full kivi oracle"
 ).split()
 
 

@@ -64,7 +64,7 @@ def bench(**extra: Any) -> dict[str, Any]:
     "method",
     [
         *("freekv", "quest", "kvretrieval", "arkvale", "infllm", "twilight", "streamingllm"),
-        *("oracle", "fier", "snapkv", "entropykv"),
+        *("oracle", "fier", "snapkv", "entropykv", "h2o", "tova", "raas"),
     ],
 )
 def test_methods_that_are_served(configure, method):  # noqa: F811
@@ -88,16 +88,21 @@ def test_other_methods_beside_them(configure):  # noqa: F811
 
 METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a need": (
-        "h2o",
-        {},
-        f"{LACKS} h2o drops a token at each step (schedule running or sliding); set schedule=once, "
-        f"or {INSTEAD}",
+        "freekv",
+        {"rerank": 2},
+        f"{LACKS} freekv scores candidates again by their keys (rerank); set rerank=0, or "
+        f"{INSTEAD}",
     ),
-    "a schedule": (
-        "snapkv",
-        {"schedule": "sliding"},
-        f"{LACKS} snapkv drops a token at each step (schedule running or sliding); set "
-        f"schedule=once, or {INSTEAD}",
+    "drafts that would be dropped": (
+        "h2o",
+        {"drafts": 2},
+        "kv_retrieval.drafts=2 verifies drafts, of which some are taken back, and h2o drops a "
+        "token at each step (schedule running or sliding); set schedule=once, or leave it out",
+    ),
+    "dropped tokens and whole contexts": (
+        "h2o",
+        {"exact_below": 999},
+        "kv_retrieval.exact_below=999 has no effect with h2o, which keeps tokens by the attention",
     ),
     "kept tokens in host memory": (
         "snapkv",
@@ -144,6 +149,13 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "freekv does not support 32 query heads per KV head, as * has, but up to 16. Serve it "
         "without --attention-backend.",
+    ),
+    "workers that drop the same tokens": (
+        LLAMA,
+        {"attention_backend": "tova", "tensor_parallel_size": 2},
+        "--tensor-parallel-size 2 lets each worker select by its own KV heads, and tova drops the "
+        "same tokens in all KV heads of a layer (schedule running or sliding); set schedule=once, "
+        "use h2o, raas or snapkv, or leave it out.",
     ),
     "microbatches": (
         LLAMA,

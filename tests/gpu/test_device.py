@@ -60,6 +60,12 @@ def test_kept_tokens(drafts):
     device_checks.kept_lists("cuda", kv_heads=4, page=32, drafts=drafts)
 
 
+@pytest.mark.parametrize("rule", device_checks.RULES)
+def test_dropped_tokens(rule):
+    shape = {"kv_heads": 4, "group": 4, "most": 900, "tile": 512, "steps": 6}
+    device_checks.dropped_tokens("cuda", rule, **shape)
+
+
 @pytest.mark.parametrize(("head_size", "rank"), [(64, 0), (128, 0), (96, 7), (128, 16)])
 def test_decode_steps_of_low_rank(head_size, rank):
     methods = [(LowRank(rank), 32, Pooling.MEAN_SOFTMAX), (MinMax(), 32, Pooling.MAX)]

@@ -24,6 +24,7 @@ EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.LAYERS_SHARE: ("omnikv", {"filters": [2]}),
     Need.DROPS: ("snapkv", {}),
     Need.DROPS_ALWAYS: ("h2o", {"schedule": "running"}),
+    Need.DROPS_ALIKE: ("tova", {}),
     Need.PROMPTS: ("snapkv", {}),
     Need.UNEVEN_SHARES: ("freekv", {"budget_shares": "pyramid"}),
     Need.UNEVEN_TOKENS: ("fier", {"budget_shares": "pyramid"}),

@@ -16,7 +16,14 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.reference.plan import entry_count, select_units, selected, turned
 from vllm_kvretrieval.kernels.rows import Contexts, DecodeRows, Mode
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, Selection
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    IndexRecords,
+    KeptTokens,
+    Selection,
+)
+from vllm_kvretrieval.retrieval.keeping import Keeping
 
 
 def prepare_rows(
@@ -247,6 +254,8 @@ def list_kept(
     selection: Selection,
     page_size: int,
     plan: DevicePlan,
+    *,
+    dropping: Collection[int] = (),
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.list_kept`."""
     assert selection.counts is not None
@@ -256,10 +265,11 @@ def list_kept(
     for other in others:
         own = (rows.choosers == other).nonzero()[:, 0]
         _list_pages(own, rows, requests, page_size, kv_heads, plan)
-    for number in numbers:
+    for number in (*numbers, *dropping):
         for row in (rows.choosers == number).nonzero()[:, 0].tolist():
             seat = int(rows.seats[row])
-            after = torch.arange(int(selection.ends[seat]), int(rows.seq_lens[row]))
+            end = int(rows.certain[row]) - 1 if number in dropping else int(selection.ends[seat])
+            after = torch.arange(end, int(rows.seq_lens[row]))
             for head in range(kv_heads):
                 kept = selection.chosen[seat, head, : int(selection.counts[seat, head])]
                 tokens = torch.cat([kept.long(), after])
@@ -267,6 +277,36 @@ def list_kept(
                 plan.lengths[pair] = len(tokens)
                 listed = _numbers(tokens, row, head, rows, page_size, kv_heads)
                 plan.lists[pair, : len(tokens)] = listed
+
+
+def drop_tokens(
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+    rows: DeviceRows,
+    number: int,
+    kept: KeptTokens,
+    rule: Keeping,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.drop_tokens`."""
+    own = (rows.choosers == number).nonzero()[:, 0]
+    if not len(own):
+        return
+    kv_heads, seats = kept.chosen.shape[1], rows.seats[own]
+    weights = (scores - lse[..., None]).exp().unflatten(0, (-1, kv_heads))[own]
+    if rule.per_layer:
+        weights = weights.flatten(1, 2).sum(1)[:, None, None]
+    step = DecodeRows.given(
+        Contexts(rows.block_table[own], rows.certain[own], seats),
+        torch.empty(len(own) * kv_heads, 1, dtype=torch.int32),
+        sink=0,
+        window=1,
+        fresh=False,
+        per_token=True,
+    )
+    reference.drop_tokens(weights, step, kept, rule)
+    counts = kept.counts[seats.long()] + 1
+    full = counts >= kept.budgets[seats.long()]
+    kept.counts[seats.long()] = torch.where(full, (counts - rule.page).clamp(min=0), counts)
 
 
 def _list_pages(

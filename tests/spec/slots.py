@@ -156,6 +156,7 @@ def sparse_decode(
     softcap: float = 0.0,
     starts: torch.Tensor | None = None,
     queries: int = 1,
+    scores: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
     group = lse.shape[1] // queries
@@ -172,12 +173,15 @@ def sparse_decode(
             seen = max(length - (len(of_row) - 1 - number), 0)
             listed = slots[slot_lists[row, : -(-seen // slots.shape[1])].long()]
             keys, values = listed.flatten(0, 1)[:seen].double().chunk(2, dim=-1)
-            scores = query[token, members].double() @ keys.T * scale
+            found = query[token, members].double() @ keys.T * scale
             if softcap:
-                scores = softcap * (scores / softcap).tanh()
+                found = softcap * (found / softcap).tanh()
+            if scores is not None:
+                most = min(seen, scores.shape[2])
+                scores[row, :, :most] = found[:, :most]
             if sinks is not None:  # a score without a value
-                scores = torch.cat([scores, sinks[members, None].double()], 1)
+                found = torch.cat([found, sinks[members, None].double()], 1)
                 values = torch.cat([values, values.new_zeros(1, values.shape[1])])
             of_query = slice(number * group, (number + 1) * group)
-            lse[row, of_query] = scores.logsumexp(dim=-1)
-            out[token, members] = (scores.softmax(dim=-1) @ values).to(out.dtype)
+            lse[row, of_query] = found.logsumexp(dim=-1)
+            out[token, members] = (found.softmax(dim=-1) @ values).to(out.dtype)

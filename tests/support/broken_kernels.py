@@ -7,6 +7,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 KERNELS = {
     "decode": "_sparse_decode_kernel",
+    "dropping": "_drop_kernel",
     "index": "_build_kernel",
     "mass": "_cut_kernel",
     "one_bit": "_score_bits_kernel",

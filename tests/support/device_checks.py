@@ -12,21 +12,25 @@ import torch
 
 from tests.spec import device as reference
 from tests.spec import ops as ops_reference
+from tests.spec import slots as slot_ops
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import (
+    COLUMNS,
     RECORD_ALIGNMENT,
     Column,
     DevicePlan,
     DeviceRequests,
     DeviceRows,
 )
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index import pack, unpack
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
+from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.pooling import Pooling
 
 TABLE = 40  # pages of a row's block table
@@ -381,6 +385,132 @@ def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed
     for pair, length in enumerate(plans[0].lengths.tolist()):
         a, b = (plan.lists[pair, : max(length, 0)].cpu() for plan in plans)
         assert torch.equal(a, b), (pair, (a != b).sum())
+
+
+RULES = {
+    "sum": Keeping(recent_share=0.5),
+    "latest": Keeping(rating="latest", sink=2, per_layer=True),
+    "stamp": Keeping(rating="stamp", page=16, recent=16),
+    "position": Keeping(rating="position", sink=1),
+    "pages": Keeping(page=3, sink=4, recent_share=0.29),
+    "stamps of layers": Keeping(rating="stamp", per_layer=True, recent=3),
+    "recent": Keeping(sink=5, recent=90),
+    "all spared": Keeping(sink=5, recent=100),
+    "sink alone": Keeping(sink=400),
+}
+"""How tokens may be rated and spared."""
+
+
+def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, steps=3, seed=0):
+    """Steps that drop tokens: lists, attention, and what is kept then.
+
+    The rows: of the method, of heads with room and without, one whose heads keep nothing yet; of a
+    method that keeps tokens once; of one that selects nothing; exact; and padding.
+    """
+    torch.manual_seed(seed)
+    rule, rows, seats, page, head_size = RULES[rule], 7, 9, 16, 16
+    number, once, none = 1, 2, 0
+    pages = -(-most // page) + 3
+    seat = torch.randperm(seats)[:rows].int()
+    seat[6] = -1
+    table = torch.zeros(seats, COLUMNS, dtype=torch.int32)
+    for row, method in enumerate((number, number, number, once, none)):
+        table[seat[row].long(), Column.CHOOSER] = method
+    table[seat[4].long(), : Column.SELECT + 1] = torch.tensor([1, 2, 0])
+    table[seat[5].long(), Column.EXACT] = 1
+    tables = torch.randperm(rows * pages).view(rows, pages).int()
+    cache = torch.randn(rows * pages, kv_heads, page, 2 * head_size).bfloat16()
+    end = pages * page - 9
+    first = torch.tensor([end, end, 1, *[end] * 4])
+    budgets = torch.randint(20, most + 1, (seats, kv_heads)).int()
+    budgets[seat[1].long(), 0] = most
+    counts = budgets - 1 - torch.randint(0, 3, budgets.shape).int()
+    counts[seat[0].long()] = budgets[seat[0].long()] - 1
+    if rule.per_layer:
+        budgets, counts = (n[:, :1].expand(-1, kv_heads).clone() for n in (budgets, counts))
+    counts[seat[2].long()] = 0
+    chosen = torch.zeros(seats, kv_heads, most, dtype=torch.int32)
+    for of_seat in range(seats):
+        for head in range(kv_heads):
+            if rule is RULES["all spared"]:  # nothing else is kept
+                count = int(counts[of_seat, head])
+                whole = torch.arange(end - 1 - count, end - 1)
+                whole[: rule.sink] = torch.arange(rule.sink)[: len(whole)]
+            elif head == 0 or not rule.per_layer:
+                of_pages = torch.randperm((end - 10) // rule.page)[: most // rule.page + 1]
+                whole = of_pages.sort().values[:, None] * rule.page + torch.arange(rule.page)
+                whole = whole.flatten()[:most]
+            chosen[of_seat, head, : len(whole)] = whole
+    ratings = torch.rand(chosen.shape)
+    if rule.rating in ("stamp", "position"):
+        ratings = (ratings * 99).round()
+    ratings[torch.rand(ratings.shape) < 0.05] = float("inf")
+    ratings[:, -1] = 2.0 * most - torch.arange(most)  # the latest go that are not spared
+    ratings[seat[1].long(), 0, : rule.page] = -1  # the first page goes, if it is not spared
+    ends = torch.full((seats,), 5, dtype=torch.int32)
+    found = []
+    for ops, where in ((reference, "cpu"), (kernels, device)):
+        requests = DeviceRequests.empty(seats, where)
+        requests.table.copy_(table)
+        of_layers = torch.zeros(2, seats, kv_heads + 3, dtype=torch.int32, device=where)
+        of_layers[0, :, 1:-2], of_layers[1, :, 1:-2] = counts, budgets
+        kept = KeptTokens(
+            chosen.clone().to(where), ratings.clone().to(where), *of_layers[..., 1:-2]
+        )
+        held = Selection.empty(
+            seats=seats, kv_heads=kv_heads, group=group, head_size=head_size, most_selected=most,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        held = replace(held, chosen=kept.chosen, counts=kept.counts, ends=ends.to(where))
+        plan = DevicePlan.empty(
+            rows=rows, kv_heads=kv_heads, group=group, entries=most, width=pages * page + most,
+            programs=3, device=where,
+        )  # fmt: skip
+        plan.scores.fill_(float("nan"))
+        workspace = DecodeWorkspace.empty(
+            rows=rows * kv_heads, splits=2, group=group, head_size=head_size, device=where
+        )
+        draw, units = torch.Generator().manual_seed(seed), cache.view(-1, 1, 2 * head_size)
+        steps_of: list[tuple[torch.Tensor, ...]] = []
+        for step in range(steps):
+            lens, nothing = (first + step).int(), torch.zeros(rows, dtype=torch.int32)
+            in_rows = DeviceRows(
+                seat, nothing, torch.arange(rows + 1, dtype=torch.int32), lens,
+                torch.ones(rows, dtype=torch.int64), tables, *torch.full((4, rows), 99).int(),
+            )  # fmt: skip
+            in_rows = moved_rows(in_rows, operator.methodcaller("to", where))
+            query = torch.randn(rows, kv_heads * group, head_size, generator=draw)
+            query = (5 * query).bfloat16().to(where)  # some tokens get next to nothing
+            out, lse = torch.zeros_like(query), torch.zeros(rows * kv_heads, group, device=where)
+            ops.prepare_rows(in_rows, requests, page)
+            given = in_rows, requests, (once,), (none,), held, page, plan
+            ops.list_kept(*given, dropping=(number,))
+            decode = slot_ops.sparse_decode if ops is reference else kernels.sparse_decode
+            attention = query, units.to(where), plan.lists, plan.lengths, 0.25, out, lse
+            decode(*attention, workspace, scores=plan.scores)
+            options = {} if ops is reference else {"tile_tokens": tile}
+            ops.drop_tokens(plan.scores, lse, in_rows, number, kept, rule, **options)
+            state = plan.lengths, kept.counts, kept.chosen, kept.ratings, out.float()
+            steps_of.append(tuple(part.cpu().clone() for part in state))
+        found.append(steps_of)
+    own, alone = seat[:3].long(), torch.ones(seats, dtype=torch.bool)
+    alone[own] = False
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(ours[0], theirs[0]), "lengths"
+        assert torch.equal(ours[1], theirs[1]), "counts"
+        torch.testing.assert_close(ours[4], theirs[4], rtol=0.05, atol=0.05)
+        for of_seat in own.tolist():
+            for head in range(kv_heads):
+                here = of_seat, head, slice(int(theirs[1][of_seat, head]))
+                assert torch.equal(ours[2][here], theirs[2][here]), "tokens"
+                torch.testing.assert_close(ours[3][here], theirs[3][here], rtol=1e-3, atol=1e-4)
+        assert torch.equal(ours[2][alone], chosen[alone])
+        assert torch.equal(ours[1][alone], counts[alone])
+    last = found[1][-1]
+    assert (last[0].view(rows, kv_heads)[3:5] > 0).all()
+    assert (last[0].view(rows, kv_heads)[5:] == -1).all()
+    assert (last[1][own[0]] < budgets[own[0]]).all()
+    assert (last[1][own[2]] == steps).all()
 
 
 def token_steps(

@@ -22,11 +22,12 @@ class Checked:
     Attributes:
         selections: How many there have been, of rows of all layers.
         lists: How many rows' lists of kept tokens there have been, likewise.
+        dropped: How many KV heads have kept a new token, and perhaps dropped others.
         errors: Mean squares of those of scores, by records of the kernels and of the specification.
     """
 
     def __init__(self):
-        self.selections, self.lists, self.errors = 0, 0, []
+        self.selections, self.lists, self.dropped, self.errors = 0, 0, 0, []
 
     def __getattr__(self, name):
         return getattr(kernels, name)
@@ -49,16 +50,28 @@ class Checked:
                 self.selections += 1
         assert torch.equal(requests.corrected, expected_requests.corrected)
 
-    def list_kept(self, rows, requests, numbers, others, selection, page_size, plan):
+    def list_kept(self, rows, requests, numbers, others, selection, page_size, plan, **options):
         given, expected = (rows, requests, numbers, others, selection, page_size), deepcopy(plan)
-        kernels.list_kept(*given, plan)
-        reference.list_kept(*given, expected)
+        kernels.list_kept(*given, plan, **options)
+        reference.list_kept(*given, expected, **options)
         lengths = plan.lengths[: len(rows) * selection.chosen.shape[1]]
         assert torch.equal(lengths, expected.lengths[: len(lengths)])
         for pair, length in enumerate(lengths.tolist()):
             listed = max(length, 0)
             assert torch.equal(plan.lists[pair, :listed], expected.lists[pair, :listed])
         self.lists += int((lengths >= 0).sum())
+
+    def drop_tokens(self, scores, lse, rows, number, kept, rule):
+        expected = deepcopy(kept)
+        kernels.drop_tokens(scores, lse, rows, number, kept, rule)
+        reference.drop_tokens(scores, lse, rows, number, expected, rule)
+        assert torch.equal(kept.counts, expected.counts)
+        for seat in rows.seats[rows.choosers == number].tolist():
+            for head, count in enumerate(kept.counts[seat].tolist()):
+                here = seat, head, slice(count)
+                assert torch.equal(kept.chosen[here], expected.chosen[here])
+                torch.testing.assert_close(kept.ratings[here], expected.ratings[here])
+                self.dropped += 1
 
     def select_ahead(self, rows, requests, number, chooser, room):
         expected = deepcopy(chooser)
@@ -110,6 +123,11 @@ def selections():
 def lists():
     """How many lists of kept tokens were checked."""
     return _checked.lists
+
+
+def dropped():
+    """How many KV heads' steps of methods that drop tokens were checked."""
+    return _checked.dropped
 
 
 def seen():

@@ -47,10 +47,12 @@ def decode(
     softcap=0.0,
     queries=1,
     counts=None,
+    scored=None,
 ):
     """Output and log-sum-exp of ragged lists, of which entries past the length are poison.
 
-    ``counts`` says how many queries each request has, up to ``queries``; None: one.
+    ``counts`` says how many queries each request has, up to ``queries``; None: one. ``scored`` says
+    of how many tokens of a list the scores are asked for; None: of none.
     """
     torch.manual_seed(head_size + group + splits + sum(lengths))
     rows, width = len(lengths), -(-max(*lengths, 1) // page) + 1
@@ -88,10 +90,13 @@ def decode(
         options |= {"starts": starts, "queries": queries}
     asked = starts.diff().repeat_interleave(kv_heads)
     there = torch.arange(queries, device=device) < asked[:, None]
-    results = []
+    results, noted = [], []
     for op in (reference.sparse_decode, *[kernels.sparse_decode] * launches):
         out = torch.full_like(query, float("nan"))
         lse = torch.full((rows, queries * group), float("nan"), device=device)
+        if scored is not None:
+            options["scores"] = torch.full((rows, group, scored), float("nan"), device=device)
+            noted.append(options["scores"])
         op(*arguments, out, lse, workspace, **options)
         assert out[tokens:].isnan().all(), "nothing else is written"
         by_query = lse.view(rows, queries, group)
@@ -101,6 +106,8 @@ def decode(
         close(results[0], actual, dtype)
         for first, again in zip(results[1], actual, strict=True):
             assert torch.equal(first, again), "parts are merged in one order, whoever is last"
+    for scores in noted:  # nothing is written behind a list
+        torch.testing.assert_close(scores, noted[0], rtol=1e-3, atol=1e-3, equal_nan=True)
     assert not workspace.arrivals.any(), "the arrivals are counted from zero at the next launch"
 
 

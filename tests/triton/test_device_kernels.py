@@ -162,6 +162,16 @@ def test_kept_tokens(interpreted, case):
     interpreted(device_checks.kept_lists, **case)
 
 
+@pytest.mark.parametrize("rule", device_checks.RULES)
+def test_dropped_tokens(interpreted, rule):
+    interpreted(device_checks.dropped_tokens, rule=rule)
+
+
+def test_dropped_tokens_of_one_head(interpreted):
+    shape = {"kv_heads": 1, "group": 5, "most": 33, "tile": 64}
+    interpreted(device_checks.dropped_tokens, rule="sum", seed=1, **shape)
+
+
 @pytest.mark.parametrize(("head_size", "entry", "rank"), [(64, 32, 0), (96, 16, 7)])
 def test_low_rank_records(interpreted, head_size, entry, rank):
     interpreted(device_checks.low_rank_records, head_size=head_size, entry=entry, rank=rank)

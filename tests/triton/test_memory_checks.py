@@ -46,8 +46,10 @@ RECALL = {
     "counts": (5,),
     "programs": 3,
 }
+DROPS = {"check": device_checks.dropped_tokens, "rule": "pages", "steps": 1}
 RACING = {
     "decode": (DECODE, ["partial_out"]),
+    "dropping": (DROPS, ["(chosen|ratings|counts)", "chosen"]),
     "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
     "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }

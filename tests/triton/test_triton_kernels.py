@@ -83,6 +83,24 @@ def test_sparse_decode_of_random_shapes(interpreted, seed):
     )
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize(("group", "splits", "scored"), [(1, 1, 400), (3, 4, 90), (16, 2, 1)])
+def test_scores_of_listed_tokens(interpreted, group, splits, scored, softcap):
+    """Of whole lists, of their first tokens, and none behind a list."""
+    interpreted(
+        triton_checks.decode,
+        lengths=RAGGED,
+        kv_heads=3,
+        group=group,
+        head_size=64,
+        splits=splits,
+        page=1,
+        sinks=softcap > 0,
+        softcap=softcap,
+        scored=scored,
+    )
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_sparse_decode_of_drafts(interpreted, seed):
     """Requests of one to all queries, in lists whose last parts are drafts alone."""
@@ -158,6 +176,12 @@ def decode_arguments(*, dtype=torch.bfloat16, group=2, head_size=64, page=32):
         ({"sinks": torch.zeros(2)}, r"sinks must be \[4\]"),
         ({"queries": 2}, "need to know where these start"),
         ({"queries": 2, "starts": torch.zeros(2)}, "starts must be"),
+        ({"scores": torch.zeros(2, 3, 9)}, "scores must be"),
+        (
+            {"queries": 2, "starts": torch.zeros(1, dtype=torch.int32)}
+            | {"scores": torch.zeros(2, 2, 9)},
+            "scores are of rows of one query, and these have 2",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused(changed, message):

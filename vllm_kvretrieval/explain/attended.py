@@ -116,8 +116,6 @@ def _kept(
     entropies = torch.tensor([layer.entropy for layer in layers], dtype=torch.float64)
     prompts.watched(0).entropies.copy_(entropies)
     prompts.settle(0, 0)
-    if prompts.methods[0].drops:
-        prompts.step(np.zeros(1, dtype=np.int64), 0, np.array([tokens + 1]))
     rule, found = prompts.rules[0], []
     for layer, own in zip(layers, heads.slices, strict=True):
         counts = selected[0, own]

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
+from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
+from vllm_kvretrieval.retrieval.keeping import Keeping
 
 
 class Column(IntEnum):
@@ -121,7 +122,8 @@ class ScoreRoom:
     number of rows times KV heads.
 
     Attributes:
-        scores: float32 [>= N, group, >= entries]; scores of the entries of a context.
+        scores: float32 [>= N, group, >= entries]; scores of the entries of a context; or where
+            tokens are dropped, those of the listed tokens, which attention writes.
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
         arrivals: int32 [>= N]; 0 between launches. How many programs of a list have ended.
@@ -381,6 +383,8 @@ class DeviceOps(Protocol):
         selection: Selection,
         page_size: int,
         plan: DevicePlan,
+        *,
+        dropping: Collection[int] = (),
     ) -> None:
         """List the tokens that are kept of prompts, for each (row, KV head), and all after them.
 
@@ -395,8 +399,42 @@ class DeviceOps(Protocol):
                 ``chosen`` are listed, and those from ``ends`` on.
             page_size: Tokens per page.
             plan: A plan for tokens, written; nothing is scored.
+            dropping: Choosers of the rows whose steps drop tokens, too. The first ``counts`` tokens
+                of ``chosen`` are listed, and the new one.
 
         Raises:
             ValueError: See :meth:`plan_decode`.
+        """
+        ...
+
+    def drop_tokens(
+        self,
+        scores: torch.Tensor,
+        lse: torch.Tensor,
+        rows: DeviceRows,
+        number: int,
+        kept: KeptTokens,
+        rule: Keeping,
+    ) -> None:
+        """Keep the new token of each row, and drop tokens of heads that have no room for the next.
+
+        Tokens, ratings and counts are then those of :meth:`Ops.drop_tokens
+        <vllm_kvretrieval.kernels.ops.Ops.drop_tokens>`, up to the rounding of ratings, by the
+        weights of each KV head; or, if the rule is of whole layers, by those of all of them added
+        up. Rows with other choosers, or none, are left alone. Bytes moved: scores, positions and
+        ratings.
+
+        Args:
+            scores: float32 [R * kv_heads, group, >= tokens of a list], contiguous, as
+                ``sparse_decode`` has written them of the lists of :meth:`list_kept`.
+            lse: float32 [R * kv_heads, group]; likewise.
+            rows: The rows, without drafts. No two have the same seat.
+            number: The number of the method.
+            kept: The layer's; ``chosen``, ``ratings`` and ``counts`` are written at the seats of
+                the rows.
+            rule: How tokens are rated, and which are spared.
+
+        Raises:
+            ValueError: The dtype, shape or strides of a tensor differ from the signature.
         """
         ...

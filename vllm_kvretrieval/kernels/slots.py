@@ -257,6 +257,7 @@ class SlotOps(Protocol):
         softcap: float = 0.0,
         starts: torch.Tensor | None = None,
         queries: int = 1,
+        scores: torch.Tensor | None = None,
     ) -> None:
         """Attention of the queries of requests to the slots that each KV head lists.
 
@@ -283,5 +284,8 @@ class SlotOps(Protocol):
             starts: int32 [B + 1]; the first query of each request, and the end of the last one's.
                 None: request ``i`` has query ``i`` alone.
             queries: The most queries of a request whose length is not negative.
+            scores: float32 [R, group, most], contiguous, written: the scaled scores of the first
+                ``most`` tokens of each list, after ``softcap``; with ``lse`` they say what part of
+                the attention a token gets. Only rows of one query have them; None: nobody asks.
         """
         ...

@@ -99,8 +99,8 @@ class Selection:
             that this query selected, in rising order.
         counts: int32 [S, kv_heads], contiguous in its last dimension; how many units each KV head
             selects for the request of a seat, if the context has as many. The table of requests
-            writes them when a seat is taken, or when a prompt has been read. None: each head
-            selects as many as the row says.
+            writes them when a seat is taken, or when a prompt has been read; on devices the steps
+            do that drop tokens. None: each head selects as many as the row says.
         memory: What a rule remembers (:class:`RuleState`), by seat and KV head.
         corrected: int32 [S, kv_heads]; nonzero: the KV head selected before attention in its last
             step, and need not select beside it: 1, since its query had turned; 2, since it selects

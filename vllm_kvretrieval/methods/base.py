@@ -353,6 +353,27 @@ class DeviceFilter(Protocol):
 
 
 @runtime_checkable
+class LayerWeigher(Protocol):
+    """A family that takes note of what the tokens of its lists get of a step's attention, in a
+    layer of a device."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it does, with the engine's methods."""
+        ...
+
+    def attended(self, ops: Any, rows: DeviceRows, scores: torch.Tensor, lse: torch.Tensor) -> None:
+        """Take note, after attention.
+
+        Args:
+            ops: See :meth:`DeviceMethod.choose`.
+            rows: The rows, as ``prepare_rows`` has written them.
+            scores, lse: As ``SlotOps.sparse_decode`` has written them of the lists.
+        """
+        ...
+
+
+@runtime_checkable
 class LayerWatcher(Protocol):
     """An object that looks at the attention of a layer after each step; on a device, after those
     in which there is something to see."""

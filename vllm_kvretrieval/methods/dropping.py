@@ -4,13 +4,12 @@ Those of the schedules ``running`` and ``sliding`` drop a token at each step, to
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvretrieval.kernels import Chooser, DecodeRows, KeptTokens, Ops, Remainder, TokenLists
+from vllm_kvretrieval.kernels import Chooser, DecodeRows, Ops, Remainder, TokenLists
 from vllm_kvretrieval.kernels.device import (
     DeviceOps,
     DevicePlan,
@@ -99,21 +98,10 @@ class DroppingLayer(ScoredLayer):
         rules = facts.scale, facts.softcap, facts.sinks
         self._watcher = Watcher(prompts, facts.number, *rules)
         self._kernels = facts.kernels
-        self._rule, self._drops = prompts.rules[number], method.drops
+        self._rule, self._drops = prompts.dropping(number), method.drops
         if not self._drops:  # tokens that are kept for good are brought when they are chosen
             self.source = facts.storage.held
-        self._slides = method.slides
-        self._dropping = self._rule
-        if self._slides:  # the ratings alone say what goes
-            self._dropping = replace(self._rule, rating="position", recent=0, recent_share=0.0)
-        self._heads = prompts.heads.slices[facts.number]
-        chosen = chooser.selection.chosen
-        self._kept = KeptTokens(
-            chosen,
-            prompts.ratings(facts.number, chosen) if self._drops else torch.empty(0),
-            prompts.selected[:, self._heads],
-            prompts.budgets[:, self._heads],
-        )
+        self._kept = prompts.tokens(facts.number, chooser.selection.chosen)
 
     def watch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch] | None, split: Any
@@ -130,15 +118,9 @@ class DroppingLayer(ScoredLayer):
 
     def settle(self, seat: int, pages: torch.Tensor) -> None:
         """Choose the kept tokens of a prompt that has been read."""
-        mass, kept = self._prompts.choose(seat, self._number, self._facts.number)
-        for head, positions in enumerate(kept):
-            self._kept.chosen[seat, head, : len(positions)] = positions
-            if self._drops:
-                of_mass = mass[min(head, len(mass) - 1)]
-                budget = int(self._kept.budgets[seat, head])
-                rated = self._rule.ratings(of_mass, positions, budget, self._slides)
-                self._kept.ratings[seat, head, : len(positions)] = rated
-            elif self.source is not None:
+        kept = self._prompts.keep(seat, self._number, self._facts.number)
+        if self.source is not None:
+            for head, positions in enumerate(kept):
                 self.source.hold(seat, head, pages, positions)
 
     def weights(self, query: torch.Tensor) -> torch.Tensor | None:
@@ -159,12 +141,12 @@ class DroppingLayer(ScoredLayer):
             by_set = weights.sum(1)[:, None, None]
             if self._prompts.heads.add_up is not None:  # other workers have heads of the layer
                 self._prompts.heads.add_up(by_set)
-        self._kernels.drop_tokens(by_set, plan.rows, self._kept, self._dropping)
+        self._kernels.drop_tokens(by_set, plan.rows, self._kept, self._rule)
 
 
 class DeviceDropping:
-    """A layer's rows of methods that keep tokens once, on a device; see :class:`DeviceMethod` and
-    :class:`LayerWatcher`.
+    """A layer's rows of methods that keep tokens, on a device; see :class:`DeviceMethod`,
+    :class:`LayerWatcher` and :class:`LayerWeigher`.
 
     Args:
         methods: The engine's: those of this family, and others that select nothing.
@@ -180,9 +162,11 @@ class DeviceDropping:
         assert facts.kept is not None, "some method drops tokens"
         self.selection, self._page_size = choosers[0].selection, choosers[0].store.page_size
         self._prompts, self._facts = facts.kept, facts
-        self._prompts.chosen[facts.number] = self.selection.chosen
-        self._own = [*self._prompts.methods]
-        self._others = [number for number in range(len(methods)) if number not in self._own]
+        own = self._prompts.methods
+        self._kept = self._prompts.tokens(facts.number, self.selection.chosen)
+        self._once = [number for number, method in own.items() if not method.drops]
+        self._dropping = [number for number, method in own.items() if method.drops]
+        self._others = [number for number in range(len(methods)) if number not in own]
         rules = facts.scale, facts.softcap, facts.sinks
         self._watcher = Watcher(self._prompts, facts.number, *rules, DEVICE_SCRATCH)
 
@@ -195,13 +179,27 @@ class DeviceDropping:
         plan: DevicePlan,
     ) -> None:
         """See :meth:`DeviceOps.list_kept`."""
-        numbers = self._own, self._others
-        ops.list_kept(rows, requests, *numbers, self.selection, self._page_size, plan)
+        numbers = self._once, self._others
+        held = self.selection, self._page_size
+        ops.list_kept(rows, requests, *numbers, *held, plan, dropping=self._dropping)
 
     def choose_ahead(
         self, ops: DeviceOps, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom
     ) -> None:
         """Nothing is selected after the prompt."""
+
+    @property
+    def weighs(self) -> bool:
+        """See :attr:`LayerWeigher.weighs`."""
+        return bool(self._dropping)
+
+    def attended(
+        self, ops: DeviceOps, rows: DeviceRows, scores: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """See :meth:`DeviceOps.drop_tokens`, for the methods whose steps drop tokens."""
+        for number in self._dropping:
+            rule = self._prompts.dropping(number)
+            ops.drop_tokens(scores, lse, rows, number, self._kept, rule)
 
     def watch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch], split: Any = None

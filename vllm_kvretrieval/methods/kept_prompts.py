@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_kvretrieval.kernels import KeptTokens
 from vllm_kvretrieval.methods.base import Step
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.budget import PageBudget
@@ -102,15 +103,14 @@ class KeptPrompts:
         room: How many tokens requests may keep of each head.
         page_size: Tokens per page.
         device: Where the layers are, and the sums of the attention.
-        copy: int32 [seats, KV heads]; a copy of ``selected`` there, which gets what is found out in
-            prompts; None: there is none.
+        copies: int32 [seats, KV heads] each; copies of ``selected`` and of ``budgets`` there, which
+            get what is found out in prompts, and of which steps that drop tokens write the first;
+            None: layers read these themselves.
         keeps: bool [seats]; whether the request drops tokens, now or later. It drops none if its
             prompt fits in its budget and its method drops nothing afterwards.
         ends: int32 [seats]; tokens of the prompt. A resumed request's prompt includes the tokens
             that it had generated.
         budgets: int32 [seats, KV heads]; tokens that each KV head may keep.
-        chosen: int32 [seats, KV heads, most] by the layer's place; positions of tokens that are
-            kept, in rising order. Layers of a device have theirs here.
     """
 
     methods: Mapping[int, DroppingMethod]
@@ -120,11 +120,10 @@ class KeptPrompts:
     room: Capacity
     page_size: int
     device: torch.device | str = "cpu"
-    copy: torch.Tensor | None = None
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None
     keeps: np.ndarray = field(init=False)
     ends: np.ndarray = field(init=False)
     budgets: torch.Tensor = field(init=False)
-    chosen: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         seats = len(self.selected)
@@ -132,18 +131,34 @@ class KeptPrompts:
         self.budgets = torch.zeros_like(self.selected)
         self._budget: dict[int, PageBudget] = {}
         self._watched: dict[int, Watched] = {}
-        self._ratings: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, KeptTokens] = {}
 
-    def ratings(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """Ratings of the tokens that are kept in a layer, float32 of the shape of ``chosen``.
+    @property
+    def drops(self) -> bool:
+        """Whether steps of some method drop tokens."""
+        return any(method.drops for method in self.methods.values())
 
-        All methods of the engine use the same tensor.
+    def dropping(self, method: int) -> Keeping:
+        """The rule by which steps of a method drop tokens."""
+        rule = self.rules[method]
+        if not self.methods[method].slides:
+            return rule
+        return replace(rule, rating="position", recent=0, recent_share=0.0)  # ratings say it all
+
+    def tokens(self, layer: int, chosen: torch.Tensor) -> KeptTokens:
+        """What is kept in a layer: the same for all methods of the engine.
 
         Args:
             layer: The layer's place among retrieval layers.
             chosen: The layer's :attr:`Selection.chosen`.
         """
-        return self._ratings.setdefault(layer, torch.zeros(chosen.shape))
+        if layer not in self._tokens:
+            heads = self.heads.slices[layer]
+            counts, budgets = self.copies or (self.selected, self.budgets)
+            shape = chosen.shape if self.drops else (0,)
+            ratings = torch.zeros(shape, device=chosen.device)
+            self._tokens[layer] = KeptTokens(chosen, ratings, counts[:, heads], budgets[:, heads])
+        return self._tokens[layer]
 
     def admit(
         self, seat: int, method: int, prompt: int, budget: PageBudget, exact: bool
@@ -225,12 +240,24 @@ class KeptPrompts:
             self.heads.add_up(mass)
         return mass, rule.keep(mass, self.selected[seat, heads])
 
-    def keep(self, seat: int, method: int, layer: int) -> None:
-        """Write what :meth:`choose` chooses to ``chosen``, and forget what it follows from."""
-        _, kept = self.choose(seat, method, layer)
-        for head, positions in enumerate(kept):
-            self.chosen[layer][seat, head, : len(positions)] = positions
+    def keep(self, seat: int, method: int, layer: int) -> list[torch.Tensor]:
+        """Write what :meth:`choose` chooses to :meth:`tokens`, rated where steps drop some;
+        and forget what it follows from.
+
+        Returns:
+            int64 [its count], rising; positions that each KV head keeps.
+        """
+        mass, kept = self.choose(seat, method, layer)
+        tokens, rule, by = self._tokens[layer], self.rules[method], self.methods[method]
+        budgets = self.budgets[seat, self.heads.slices[layer]].tolist()
+        for head, (positions, budget) in enumerate(zip(kept, budgets, strict=True)):
+            tokens.chosen[seat, head, : len(positions)] = positions
+            if by.drops:
+                of_mass = mass[min(head, len(mass) - 1)]
+                rated = rule.ratings(of_mass, positions, budget, by.slides)
+                tokens.ratings[seat, head, : len(positions)] = rated
         del self.watched(seat).masses[layer]
+        return kept
 
     def settle(self, seat: int, method: int) -> None:
         """Fix how many tokens each KV head keeps of a prompt that has been read.
@@ -251,12 +278,11 @@ class KeptPrompts:
             shares = entropy_shares(watched.entropies.cpu().numpy(), *bounds)
             counts = self.room.counts(rule.name, self._budget[seat], shares)
             self.budgets[seat] = torch.from_numpy(counts)
-        if not rule.drops:
-            end = torch.tensor(int(self.ends[seat]))
-            kept = self.rules[method].kept(self.budgets[seat].long(), end, torch.tensor(0))
-            self.selected[seat] = kept
-        if bounds is not None and self.copy is not None:
-            self.copy[seat] = self.selected[seat]
+        seats, ends = np.array([seat]), self.ends[[seat]]
+        self.selected[seat] = self._kept(seats, method, ends + 1)[0]
+        if bounds is not None and self.copies is not None:
+            for copy, own in zip(self.copies, (self.selected, self.budgets), strict=True):
+                copy[seat] = own[seat]
 
     def step(self, seats: np.ndarray, method: int, lens: np.ndarray) -> np.ndarray:
         """Prepare a step; returns how many tokens at the end of contexts are attended to.
@@ -275,10 +301,13 @@ class KeptPrompts:
         return np.ones_like(lens) if drops else lens - self.ends[seats]
 
     def _kept(self, seats: np.ndarray, method: int, lens: np.ndarray) -> torch.Tensor:
-        """Tokens kept before a step that leave room for the new one, int64 [n, KV heads]."""
+        """Tokens that are kept before a step, int64 [n, KV heads]: of the prompts; if steps drop
+        tokens, of all before the new one, so many that it has room."""
         ends = torch.from_numpy(self.ends[seats].astype(np.int64))[:, None]
-        added = torch.from_numpy(lens.astype(np.int64) - 1)[:, None] - ends
-        room = (self.budgets[torch.from_numpy(seats).long()].long() - 1).clamp(min=0)
+        added, room = torch.zeros_like(ends), self.budgets[torch.from_numpy(seats).long()].long()
+        if self.methods[method].drops:
+            added = torch.from_numpy(lens.astype(np.int64) - 1)[:, None] - ends
+            room = (room - 1).clamp(min=0)
         return self.rules[method].kept(room, ends, added)
 
     def attended(self, seats: np.ndarray, lens: np.ndarray, methods: np.ndarray) -> np.ndarray:
@@ -317,13 +346,13 @@ def kept_prompts(
     selected: torch.Tensor,
     room: Capacity,
     device: torch.device | str = "cpu",
-    copy: torch.Tensor | None = None,
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> KeptPrompts | None:
     """Make the kept prompts of an engine; None if no method drops tokens.
 
     Args:
         config: Options of the engine.
-        heads, selected, room, device, copy: See :class:`KeptPrompts`.
+        heads, selected, room, device, copies: See :class:`KeptPrompts`.
     """
     methods, rules = dict[int, DroppingMethod](), dict[int, Keeping]()
     for number, method in enumerate(config.methods.values()):
@@ -336,4 +365,4 @@ def kept_prompts(
         rules[number] = rule if config.sink is None else replace(rule, sink=config.sink)
     if not methods:
         return None
-    return KeptPrompts(methods, rules, heads, selected, room, config.page_size, device, copy)
+    return KeptPrompts(methods, rules, heads, selected, room, config.page_size, device, copies)

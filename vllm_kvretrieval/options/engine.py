@@ -18,6 +18,7 @@ from vllm_kvretrieval.retrieval.budget import Budgets, PageBudget
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW, Codec
 from vllm_kvretrieval.retrieval.families import FixedMethod, Method, family_with
 from vllm_kvretrieval.retrieval.index import Index, IndexKind
+from vllm_kvretrieval.retrieval.needs import Need
 from vllm_kvretrieval.retrieval.pooling import Pooling
 from vllm_kvretrieval.retrieval.presets import presets
 from vllm_kvretrieval.retrieval.prompt_shares import PromptShares, make_prompt_shares
@@ -192,6 +193,11 @@ class RetrievalConfig(Options):
     def keeps_tokens(self) -> bool:
         """Whether methods keep tokens of prompts, chosen by attention that is observed."""
         return any(method.observes for method in self.methods.values())
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether each step of some method drops a token for the one that it adds."""
+        return any(Need.DROPS_ALWAYS in method.needs for method in self.methods.values())
 
     def lets_set(self, option: str) -> bool:
         """Whether a request may set an option (``client_options``)."""

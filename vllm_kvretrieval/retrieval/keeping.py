@@ -127,7 +127,7 @@ class Keeping:
             return rated
         pages, recent_pages = (-(-tokens // self.page) for tokens in (end, recent))
         if self.rating == "stamp" and pages + recent_pages < budget // self.page:
-            return torch.full((count,), math.inf)
+            return mass.new_full((count,), math.inf)
         return mass[positions]
 
     def _best(self, mass: torch.Tensor, count: int, recent: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ class Need(Enum):
     LAYERS_SHARE = "lets layers share a selection"
     DROPS = "drops tokens"
     DROPS_ALWAYS = "drops a token at each step (schedule running or sliding)"
+    DROPS_ALIKE = "drops the same tokens in all KV heads of a layer (schedule running or sliding)"
     PROMPTS = "keeps tokens by the attention of whole prompts"
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
@@ -103,7 +104,6 @@ GPU = Setting(
     {
         need: Lack("does not serve every method yet", remedy)
         for need, remedy in {
-            Need.DROPS_ALWAYS: f"set schedule=once, or {BY_PAGES}",
             Need.STALE_TOKENS: f"set schedule=every_step, or {BY_PAGES}",
             Need.LATEST_QUERIES: f"set observation=last, or {BY_PAGES}",
             Need.RERANK: f"set rerank=0, or {BY_PAGES}",
@@ -127,15 +127,17 @@ GPU_HOST = Setting(
     },
 )
 """A home in host memory, on a GPU."""
+BY_OWN = "lets each worker select by its own KV heads"
 FILTERS_ALONE = Setting(
     "--tensor-parallel-size on a GPU",
-    {
-        Need.LAYERS_SHARE: Lack(
-            "lets each worker select by its own KV heads", "set filter_heads=own, or leave it out"
-        )
-    },
+    {Need.LAYERS_SHARE: Lack(BY_OWN, "set filter_heads=own, or leave it out")},
 )
 """Workers with some of the KV heads of a filter, which do not tell each other what they find."""
+HEADS_ALONE = Setting(
+    "--tensor-parallel-size on a GPU",
+    {Need.DROPS_ALIKE: Lack(BY_OWN, "set schedule=once, use h2o, raas or snapkv, or leave it out")},
+)
+"""The same of a layer, in steps."""
 LITTLE = "is for methods that read little of a context at a step"
 SLOW_HOME = Setting(
     "a slow home",
@@ -257,6 +259,7 @@ SETTINGS = (
     GPU,
     GPU_HOST,
     FILTERS_ALONE,
+    HEADS_ALONE,
     SLOW_HOME,
     SHARED_KV,
     CODEC,

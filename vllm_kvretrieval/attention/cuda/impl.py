@@ -13,7 +13,7 @@ from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import check_impl, refuse_of_model
 from vllm_kvretrieval.kernels.device import DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
-from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod, LayerWatcher
+from vllm_kvretrieval.methods import DeviceFilter, DeviceMethod, LayerWatcher, LayerWeigher
 
 
 class RetrievalAttentionImpl(AttentionImpl):
@@ -27,6 +27,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         dense: vLLM's backend for whole contexts.
         half: The dense half's implementation.
         methods: How rows come to what they attend to; empty in a dense layer.
+        weighers: Those among them that take note of what listed tokens get of the attention.
         choosers: What the layer selects with, by the number of the method.
         indexes: The page indexes that these have, each once.
         filter: What lists tokens for the layers after this one, if it is a filter; it is dense.
@@ -79,6 +80,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         """Make this a dense layer, as it is at first, which holds on to no tensor."""
         self.ops: Any = None
         self.methods: Sequence[DeviceMethod] = ()
+        self.weighers: Sequence[LayerWeigher] = ()
         self.choosers: Sequence[Chooser] = ()
         self.indexes: list[IndexRecords] = []
         self.requests: DeviceRequests | None = None
@@ -119,6 +121,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         for store in (chooser.store for chooser in choosers):
             assert (pages, kv_heads, page_size) == (store.pages, store.kv_heads, store.page_size)
         self.ops, self.methods, self.choosers, self.requests = ops, methods, choosers, requests
+        self.weighers = [m for m in methods if isinstance(m, LayerWeigher) and m.weighs]
         self.workspace, self.side, self.far = workspace, side, far
         self.is_last = is_last
         tokens = any(method.per_token for method in methods)
@@ -242,6 +245,7 @@ class RetrievalAttentionImpl(AttentionImpl):
         if any(method.looks_ahead for method in self.methods):
             self.side.submit(lambda: self._look_ahead(rows, requests, room))
         pairs = len(lse)
+        scores = plan.scores[:pairs] if self.weighers else None
         self.ops.sparse_decode(
             query,
             self.units,
@@ -251,8 +255,11 @@ class RetrievalAttentionImpl(AttentionImpl):
             output,
             lse,
             partial,
+            scores=scores,
             **self._of_queries(rows),
         )
+        for weigher in self.weighers:
+            weigher.attended(self.ops, rows, scores, lse)
 
     def _look_ahead(self, rows: DeviceRows, requests: DeviceRequests, room: ScoreRoom) -> None:
         for method in self.methods:

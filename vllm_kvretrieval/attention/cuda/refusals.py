@@ -19,7 +19,14 @@ from vllm_kvretrieval.options.table import OF_METHOD, OPTIONS
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.families import Method
 from vllm_kvretrieval.retrieval.index.one_bit import OneBit
-from vllm_kvretrieval.retrieval.needs import FILTERS_ALONE, GPU, GPU_HOST, Need
+from vllm_kvretrieval.retrieval.needs import (
+    FILTERS_ALONE,
+    GPU,
+    GPU_HOST,
+    HEADS_ALONE,
+    SPECULATION,
+    Need,
+)
 from vllm_kvretrieval.retrieval.presets import Preset, presets
 
 if TYPE_CHECKING:
@@ -61,10 +68,11 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     drafts = vllm_config.num_speculative_tokens
     check_home(config, sleeps=model.enable_sleep_mode, drafts=drafts)
     check_methods(config)
-    if parallel.tensor_parallel_size > 1 and config.filter_heads != "own":
-        FILTERS_ALONE.check(
-            config.methods.values(), f"--tensor-parallel-size {parallel.tensor_parallel_size}"
-        )
+    if parallel.tensor_parallel_size > 1:
+        by = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
+        HEADS_ALONE.check(config.methods.values(), by)
+        if config.filter_heads != "own":
+            FILTERS_ALONE.check(config.methods.values(), by)
     group = query_heads(vllm_config)
     if group > MOST_IN_GROUP:
         raise RetrievalConfigError(
@@ -121,9 +129,9 @@ def check_speculation(vllm_config: "VllmConfig", config: RetrievalConfig) -> Non
                 "out."
             )
     group, drafts = query_heads(vllm_config), vllm_config.num_speculative_tokens
-    by = f"num_speculative_tokens={drafts} of --speculative-config"
-    if config.drafts:
-        by = f"kv_retrieval.drafts={drafts}"
+    told = f"kv_retrieval.drafts={drafts}" if config.drafts else "--speculative-config"
+    SPECULATION.check(config.methods.values(), told)
+    by = told if config.drafts else f"num_speculative_tokens={drafts} of {told}"
     most = MOST_IN_GROUP // group - 1
     if drafts > most:
         use = f"use {most} at most" if most > 0 else "leave it out"

@@ -31,7 +31,7 @@ class Workspace:
         rows: Most rows of a step.
         kv_heads, group, head_size: Sizes of the layers.
         queries: Most tokens of a row that decodes, its drafts among them.
-        entries: Most entries of a context's page index.
+        entries: Most entries of a context's page index; or tokens of a list whose scores are noted.
         width: Most pages that a KV head attends to.
         usual: Most that it attends to, but for rare ones: attention is divided by these.
         page_size: Tokens per page.

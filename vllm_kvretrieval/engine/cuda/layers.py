@@ -295,8 +295,8 @@ def make_workspace(
 ) -> Workspace:
     """The workspace for layers with these KV heads, query heads per KV head, and channels.
 
-    Lists have room for ``drafts`` tokens beyond the budget; where tokens are kept of prompts, for
-    all tokens of the longest context.
+    Lists have room for ``drafts`` tokens beyond the budget; where tokens are kept of prompts, and
+    none is dropped after them, for all tokens of the longest context.
     """
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
@@ -304,15 +304,18 @@ def make_workspace(
     limited = all(Need.HEADS not in method.needs for method in config.methods.values())
     finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
     width = max(config.budget_limit // unit, room.listed, 0 if limited else pages)
-    keeps = config.keeps_tokens
+    grows = any(m.observes and Need.DROPS_ALWAYS not in m.needs for m in config.methods.values())
+    entries = pages * (config.page_size // finest)
+    if config.keeps_tokens:  # nothing is scored before attention, which gives the scores of lists
+        entries = room.most_chosen() if config.drops_tokens else 1
     return Workspace(
         rows=rows,
         kv_heads=kv_heads,
         group=group,
         queries=1 + drafts,
         head_size=head_size,
-        entries=1 if keeps else pages * (config.page_size // finest),  # tokens are not scored
-        width=max_model_len if keeps else width + -(-drafts // unit),
+        entries=entries,
+        width=max_model_len if grows else width + -(-drafts // unit),
         usual=width,
         page_size=unit,
         units=num_compute_units(device.index or 0),
@@ -359,6 +362,8 @@ def fixed_bytes(
         assert selection.corrected is not None
         kept = selection.query, selection.chosen, selection.corrected
         total += sum(tensor.nbytes for tensor in kept)
+        if config.drops_tokens:
+            total += selection.chosen.numel() * torch.float32.itemsize  # ratings
     sizes = rows, max_model_len, nowhere
     made = (make_workspace(config, heads.room, shape, *sizes, drafts=drafts) for shape in shapes)
     total += sum(workspace.nbytes for workspace in made)

@@ -175,6 +175,7 @@ class RunningRequests:
             config.budget_of_share(0, heads.dense_share, config.method)  # refuses what cannot be
         self._selected: np.ndarray | None = None
         self._counts: StagedWriteTensor | None = None
+        self._most: StagedWriteTensor | None = None
         self.kept: KeptPrompts | None = None
         self._unread = set[int]()
         self._ends = StagedWriteTensor(capacity, dtype=torch.int32, device=device)
@@ -185,8 +186,10 @@ class RunningRequests:
         if config.keeps_tokens:
             assert self._selected is not None
             assert self._counts is not None
-            places = self.room, device, self._counts.gpu
-            self.kept = kept_prompts(config, heads.local, torch.from_numpy(self._selected), *places)
+            self._most = StagedWriteTensor(shape, dtype=torch.int32, device=device)
+            selected = torch.from_numpy(self._selected)
+            places = self.room, device, (self._counts.gpu, self._most.gpu)
+            self.kept = kept_prompts(config, heads.local, selected, *places)
         # Units of selection in a page, by the number of the method.
         units = [config.page_size if m.per_token else 1 for m in config.methods.values()]
         self._units = np.array(units, dtype=np.int64)
@@ -260,6 +263,7 @@ class RunningRequests:
         """Note what the request's method keeps of its prompt, if it is one that keeps tokens."""
         if self.kept is None:
             return
+        assert self._most is not None
         record = self._records[seat]
         method = int(record["method"])
         self._unread.discard(seat)
@@ -269,6 +273,10 @@ class RunningRequests:
             self._unread.add(seat)
             if self.kept.methods[method].budget_shares.entropy is None:
                 self.kept.settle(seat, method)
+            self._most.stage_write(seat, 0, self.kept.budgets[seat].tolist())
+            if self.kept.methods[method].drops:  # from its first step on
+                for name in ("total", "sink", "window", "select"):
+                    record[name] = 0
         elif method in self.kept.methods:  # all of a prompt that fits, and all after it
             record["exact"] = True
 
@@ -277,8 +285,9 @@ class RunningRequests:
         self._ends.apply_write()
         for table in self._tables:
             table.apply_write()
-        if self._counts is not None:
-            self._counts.apply_write()
+        for staged in (self._counts, self._most):
+            if staged is not None:
+                staged.apply_write()
 
     def leave(self, req_id: str) -> None:
         """Take back the seat of a request that has finished or is interrupted, if it has one."""

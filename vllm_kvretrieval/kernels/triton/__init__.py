@@ -6,6 +6,7 @@ See :class:`vllm_kvretrieval.kernels.device.DeviceOps`,
 """
 
 from vllm_kvretrieval.kernels.triton.decode import count_splits, sparse_decode
+from vllm_kvretrieval.kernels.triton.dropping import drop_tokens
 from vllm_kvretrieval.kernels.triton.encoded import (
     keep_open,
     recall_encoded,
@@ -25,6 +26,7 @@ from vllm_kvretrieval.kernels.triton.write import update_index, write_kv
 __all__ = [
     "KINDS",
     "count_splits",
+    "drop_tokens",
     "filter_tokens",
     "index_pages",
     "keep_open",

@@ -40,15 +40,17 @@ def check_list(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: t
         )
 
 
-def check_counts(counts: torch.Tensor, shape: tuple[int, int]) -> None:
+def check_counts(
+    counts: torch.Tensor, shape: tuple[int, int], name: str = "selection.counts"
+) -> None:
     """Refuse counts per (seat, KV head) that are not contiguous in KV heads, or of another shape.
 
     Raises:
-        ValueError: Says what is wrong.
+        ValueError: Says what is wrong with the tensor called ``name``.
     """
     if counts.dtype != torch.int32 or counts.shape != shape or counts.stride(1) != 1:
         raise ValueError(
-            f"selection.counts must be int32 {list(shape)} with contiguous rows, got "
+            f"{name} must be int32 {list(shape)} with contiguous rows, got "
             f"{counts.dtype} {list(counts.shape)} with strides {counts.stride()}"
         )
 

@@ -35,12 +35,14 @@ def _sparse_decode_kernel(
     arrivals,
     sinks,
     query_start,
+    scored,
     scale,  # of scores for exponentials to base 2; with a cap, of twice a score over the cap
     cap,  # for exponentials to base 2
     query_stride,
     list_stride,
     out_stride,
     kv_heads,
+    most,  # tokens of a list whose scores are written
     QUERIES: tl.constexpr,
     GROUP: tl.constexpr,  # of all queries of a row
     HEAD_SIZE: tl.constexpr,
@@ -51,6 +53,7 @@ def _sparse_decode_kernel(
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
+    SCORED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -101,6 +104,11 @@ def _sparse_decode_kernel(
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
+        if SCORED:
+            of_row = row.to(tl.int64) * GROUP + members
+            written = in_group[:, None] & (valid & (tokens < most))[None, :]
+            to_scores = scored + of_row[:, None] * most + tokens[None, :]
+            tl.store(to_scores, scores / LOG2_E, mask=written)
         visible = valid[None, :]
         if QUERIES > 1:
             visible = tokens[None, :] < seen[:, None]
@@ -198,6 +206,7 @@ def sparse_decode(
     softcap: float = 0.0,
     starts: torch.Tensor | None = None,
     queries: int = 1,
+    scores: torch.Tensor | None = None,
     tile_elements: int = TILE_ELEMENTS,
     stages: int = 5,
     warps: int = 4,
@@ -239,6 +248,10 @@ def sparse_decode(
             f"sinks must be [{query.shape[1]}], contiguous, got {list(sinks.shape)} with strides "
             f"{sinks.stride()}"
         )
+    if scores is not None:
+        check_list("scores", scores, (rows, group, scores.shape[2]), torch.float32)
+        if queries > 1:
+            raise ValueError(f"scores are of rows of one query, and these have {queries}")
     if rows == 0:
         return
     dims = triton.next_power_of_2(head_size)
@@ -254,12 +267,14 @@ def sparse_decode(
         workspace.arrivals,
         lse if sinks is None else sinks,
         lengths if starts is None else starts,
+        lse if scores is None else scores,
         scale * LOG2_E.value * (2 / softcap if softcap else 1),
         softcap * LOG2_E.value,
         query.stride(0),
         slot_lists.stride(0),
         out.stride(0),
         kv_heads,
+        0 if scores is None else scores.shape[2],
         QUERIES=queries,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -270,6 +285,7 @@ def sparse_decode(
         SPLITS=workspace.splits,
         SINKS=sinks is not None,
         CAPPED=softcap > 0,
+        SCORED=scores is not None,
         STAGES=stages,
         num_warps=warps,
         enable_fp_fusion=True,

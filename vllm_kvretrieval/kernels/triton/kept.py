@@ -1,4 +1,4 @@
-"""Lists of the tokens that are kept of prompts, and of all tokens after them."""
+"""Lists of the tokens that are kept, and of those that are new."""
 
 from collections.abc import Collection
 
@@ -40,6 +40,7 @@ def _list_kept_kernel(
     list_stride,
     kv_heads,
     KEPT: tl.constexpr,  # bits of the methods that keep tokens
+    DROPS: tl.constexpr,  # bits of those among them whose steps drop some
     OTHERS: tl.constexpr,  # bits of those that list the first and the last pages
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,8 +59,11 @@ def _list_kept_kernel(
     of_seat = tl.maximum(seat, 0).to(tl.int64)
     count = tl.load(counts + of_seat * counts_stride + head, mask=kept, other=0)
     first = tl.where(kept, count, sink * PAGE)
-    begin = tl.load(ends + of_seat, mask=kept, other=0)  # of the tokens that are all listed
-    begin = tl.where(kept, begin, (tl.cdiv(tl.load(certain + row), PAGE) - window) * PAGE)
+    drops = kept & (((DROPS >> bit) & 1) != 0)
+    known = tl.load(certain + row)
+    end = tl.load(ends + of_seat, mask=kept, other=0)
+    begin = tl.where(drops, known - 1, end)  # of the tokens that are all listed
+    begin = tl.where(kept, begin, (tl.cdiv(known, PAGE) - window) * PAGE)
     total = first + length - begin
     listed = kept | other
     if program == 0:
@@ -88,6 +92,7 @@ def list_kept(
     page_size: int,
     plan: DevicePlan,
     *,
+    dropping: Collection[int] = (),
     tile_tokens: int = TILE,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.list_kept`.
@@ -101,7 +106,7 @@ def list_kept(
     check_requests(requests)
     seats, kv_heads, most = selection.chosen.shape
     pairs = len(rows) * kv_heads
-    check_token_plan(plan, pairs, max(*numbers, *others, 0))
+    check_token_plan(plan, pairs, max(*numbers, *dropping, *others, 0))
     check_list("selection.chosen", selection.chosen, (seats, kv_heads, most), torch.int32)
     if selection.counts is None or selection.ends is None:
         raise ValueError("selection must have counts and ends, where tokens are kept")
@@ -126,7 +131,8 @@ def list_kept(
         rows.block_table.stride(0),
         plan.lists.stride(0),
         kv_heads,
-        KEPT=sum(1 << number for number in numbers),
+        KEPT=sum(1 << number for number in (*numbers, *dropping)),
+        DROPS=sum(1 << number for number in dropping),
         OTHERS=sum(1 << number for number in others),
         PAGE=page_size,
         TILE=tile_tokens,

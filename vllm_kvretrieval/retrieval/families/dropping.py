@@ -113,6 +113,7 @@ class DroppingMethod(Method):
         needs = super().needs | {Need.DROPS, Need.PROMPTS}
         if self.drops:
             needs |= {Need.DROPS_ALWAYS}
+            needs |= {Need.DROPS_ALIKE} if self.keeping.per_layer else set()
         uneven = self.drops or self.budget_shares.entropy is None
         if not self.budget_shares.uniform and uneven:
             needs |= {Need.UNEVEN_TOKENS}
