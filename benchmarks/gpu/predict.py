@@ -206,7 +206,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
         case "_select_kernel" if values["NUMBER"] == 0 and sizes.entries:
-            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 8 * group)
+            beside = 8 * (group + (values["OUTLIERS"] > 0))
+            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + beside)
         case "_score_bits_kernel":
             return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
         case "_pool_kernel":
@@ -247,7 +248,8 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     values = launch.values
     pages, warps = values["PAGES"] * values["TILES"], values["num_warps"]
     few, many = SELECT
-    wave = few + many * pages / 4096 * (16 / warps) ** 0.5
+    rankings = 1 + (values["OUTLIERS"] > 0)
+    wave = few + rankings * many * pages / 4096 * (16 / warps) ** 0.5
     share = sizes.choosing(launch)
     some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
     waves = math.ceil(share * sizes.lists / (UNITS * AT_ONCE))

@@ -20,7 +20,7 @@ ROUNDING = 0.1
 """The tolerance of log-probs in bfloat16: another kernel reads contexts within their budgets."""
 NARROW = {"preset": "quest", "pooling": "mean_softmax", "mass": 0.5}
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET}
-OPTIONS |= {"also": {"quest": {}, "narrow": NARROW}}
+OPTIONS |= {"also": {"quest": {}, "narrow": NARROW, "shadowkv": {}}}
 ENGINE = {
     "attention_backend": "freekv",
     "compilation_config": {
@@ -116,6 +116,7 @@ def test_answers(engines):
         Request(prompt(90, 2), 7, {"method": "quest"}, arrives=2),
         Request(prompt(65, 3), 5, {"budget": 48}, arrives=3),
         Request(prompt(120, 8), 5, {"method": "narrow"}, arrives=3),
+        Request(prompt(130, 9), 5, {"method": "shadowkv"}, arrives=3),
         Request(prompt(100, 4), 4, {"exact": True}, arrives=4),
         Request(prompt(60, 5), 6, {}, arrives=5),
     ]
