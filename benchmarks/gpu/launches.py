@@ -17,13 +17,12 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
-from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -121,7 +120,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"plan_decode positions d{COMMON}", partial(step.select, positions=True)
     for head_size in HEAD_SIZES:
         yield from _calls_of_codec(CODEC, head_size)
-    for codec in (name for name in CODECS if name != CODEC and serves(CODECS[name])):
+    for codec in (name for name in CODECS if name not in (CODEC, RAW)):
         for name, call in _calls_of_codec(codec, COMMON, PAGE):
             if not name.startswith("keep_open"):  # which encodes nothing
                 yield name, call

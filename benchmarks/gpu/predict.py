@@ -24,7 +24,6 @@ from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
 from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -439,7 +438,7 @@ def of_codecs(model: Model) -> dict[str, dict[str, dict[str, float]]]:
     longest context, their share of those without a codec, and the step."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in (METHOD, ENCODED):
-        for codec in filter(lambda codec: codec.name == RAW or serves(codec), CODECS.values()):
+        for codec in CODECS.values():
             config = RetrievalConfig(method=name, home="host", budget=BUDGET, codec=codec.name)
             moved = over_the_bus(Sizes(config, 1, LONGEST, model.shape))
             of_preset = found.setdefault(name, {})

@@ -7,6 +7,7 @@ specification always computes on the CPU.
 import operator
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import triton
@@ -339,7 +340,8 @@ def outlier_counts(device, *, share):
     """How many outliers there are among up to 200 selected pages."""
     counts = torch.zeros(200, dtype=torch.int32, device=device)
     _count_outliers[(len(counts),)](counts, SHARE=share)
-    chooser = Chooser(None, None, Pooling.SUM, 1.0, outliers=share)
+    nothing: Any = None
+    chooser = Chooser(nothing, nothing, Pooling.SUM, 1.0, outliers=share)
     assert counts.tolist() == [chooser.outlier_units(select) for select in range(len(counts))]
 
 

@@ -374,6 +374,8 @@ def _launch(
     most = max(triton.next_power_of_2(pages), 16)
     lists = selection.chosen.flatten(0, 1) if plan is None else plan.lists
     width = max(triton.next_power_of_2(lists.shape[1]), 16)
+    if chooser.outliers and most > tile_pages:
+        tile_pages //= 2  # two rankings, which take more registers
     ranked = min(most, max(tile_pages, 4 * width))
     rank = (
         index.directions(store.head_size, store.entry_tokens) if isinstance(index, LowRank) else 0
