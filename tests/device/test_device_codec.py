@@ -66,7 +66,10 @@ def options(name, **more):
 
 @pytest.fixture(
     scope="module",
-    params=["ttkv", "kivi", "kvquant", pytest.param("freekv", marks=pytest.mark.slow)],
+    params=[
+        *("ttkv", "kivi"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kvquant", "freekv")),
+    ],
 )
 def answers(request, model):
     """The name of the method, its answers on the CPU, and the emulated engine's process."""
