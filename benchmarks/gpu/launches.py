@@ -17,16 +17,16 @@ from vllm_kvretrieval.kernels.device import (
 )
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
-from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.codec import CODECS, RAW
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -47,6 +47,8 @@ CONTEXTS = (1024, 4096, 65536)
 """Pages; 4096 are 128K tokens, and more are ranked in tiles."""
 INDEXES = (MinMax(), Mean(), MeanStd(), LowRank(), Bounding(), Representative(), Exact())
 PAGE = 32
+MARKED, OUTLIERS = 8, 0.158
+"""Tokens of an entry of ShadowKV, and its share of outliers."""
 LONG_PAGE, CODEC = 128, "k8v4"
 """Pages and codec of TTKV."""
 OPEN_PAGES = 5
@@ -112,13 +114,21 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for pooling in (Pooling.RELATIVE, Pooling.MAX, Pooling.SUM):
         step = Step(MinMax(), COMMON, pooling=pooling)
         yield f"plan_decode {pooling.name.lower()} d{COMMON}", step.select
+    for head_size in HEAD_SIZES:
+        step, name = _marked(head_size), f"{Landmark().name} d{head_size}"
+        yield f"index {name}", step.build
+        yield f"plan_decode {name}", step.select
+    yield f"select_ahead {Landmark().name} d{COMMON}", _marked(COMMON).select_ahead
+    for pages in CONTEXTS[::2]:
+        name = f"{Landmark().name} of {pages} pages d{COMMON}"
+        yield f"plan_decode {name}", partial(_marked(COMMON).select, pages)
     step = Step(Mean(), COMMON)
     yield f"cut {CONTEXTS[1]} pages", step.cut
     step = Step(MinMax(), COMMON)
     yield f"plan_decode positions d{COMMON}", partial(step.select, positions=True)
     for head_size in HEAD_SIZES:
         yield from _calls_of_codec(CODEC, head_size)
-    for codec in (name for name in CODECS if name != CODEC and serves(CODECS[name])):
+    for codec in (name for name in CODECS if name not in (CODEC, RAW)):
         for name, call in _calls_of_codec(codec, COMMON, PAGE):
             if not name.startswith("keep_open"):  # which encodes nothing
                 yield name, call
@@ -139,6 +149,14 @@ def _calls_of_one_head() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from _calls_of_codec(CODEC, COMMON, kv_heads=1)
     for name, ahead in (("resolve", False), ("resolve_ahead", True)):
         yield f"{name} C{capacity} {ONE_HEAD}", partial(_resolve, capacity, ahead, kv_heads=1)
+
+
+def _marked(head_size: int) -> Step:
+    """A layer of ShadowKV, whose entries are half a page."""
+    pooling, tokens = Pooling.MAX_SOFTMAX, MARKED
+    return Step(
+        Landmark(), head_size, 128, pooling, entry=tokens, page=2 * tokens, outliers=OUTLIERS
+    )
 
 
 def _calls_of_codec(
@@ -271,13 +289,15 @@ class Step:
         pooling: Pooling = Pooling.MEAN_SOFTMAX,
         kv_heads: int = KV_HEADS,
         entry: int = PAGE,
+        page: int = PAGE,
+        outliers: float = 0.0,
     ) -> None:
-        cache = torch.empty(1, kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
+        cache = torch.empty(1, kv_heads, page, 2 * head_size, dtype=torch.bfloat16)
         shape = {"kv_heads": kv_heads, "head_size": head_size, "dtype": torch.bfloat16}
         store = IndexRecords.empty(
             index,
             pages=1,
-            page_size=PAGE,
+            page_size=page,
             entry_tokens=entry,
             cache=cache,
             layout="token_major",
@@ -285,7 +305,7 @@ class Step:
             **shape,
         )
         selection = Selection.empty(seats=1, group=GROUP, most_selected=width, **shape)
-        self.chooser = Chooser(store, selection, pooling, 1.0)
+        self.chooser = Chooser(store, selection, pooling, 1.0, outliers=outliers)
         self._cache, self._store, self._width = cache, store, width
         self._query = selection.query
 
@@ -295,11 +315,12 @@ class Step:
             rows=1,
             kv_heads=self._store.kv_heads,
             group=GROUP,
-            entries=pages,
+            entries=pages * self._store.parts,
             width=self._width,
             programs=16,
             device="cpu",
             positions=positions,
+            outliers=self.chooser.outliers > 0,
         )
 
     def update(self) -> None:

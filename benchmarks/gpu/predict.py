@@ -24,7 +24,6 @@ from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
 from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.codec import CODECS, RAW
@@ -210,7 +209,8 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             written = 2 * sizes.batch * sizes.token_bytes * values["WRITES"]
             return written + 2 * sizes.batch * sizes.token_bytes * values["GROWS"]
         case "_select_kernel" if values["NUMBER"] == 0 and sizes.entries:
-            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + 8 * group)
+            beside = 8 * (group + (values["OUTLIERS"] > 0))
+            return sizes.choosing(launch) * sizes.entries * (record_bytes(sizes) + beside)
         case "_score_bits_kernel":
             return sizes.entries * (record_bytes(sizes) + 4 * group * values["ENTRY"])
         case "_pool_kernel":
@@ -254,7 +254,8 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     values = launch.values
     pages, warps = values["PAGES"] * values["TILES"], values["num_warps"]
     few, many = SELECT
-    wave = few + many * pages / 4096 * (16 / warps) ** 0.5
+    rankings = 1 + (values["OUTLIERS"] > 0)
+    wave = few + rankings * many * pages / 4096 * (16 / warps) ** 0.5
     share = sizes.choosing(launch)
     some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
     waves = math.ceil(share * sizes.lists / (UNITS * AT_ONCE))
@@ -444,7 +445,7 @@ def of_codecs(model: Model) -> dict[str, dict[str, dict[str, float]]]:
     longest context, their share of those without a codec, and the step."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in (METHOD, ENCODED):
-        for codec in filter(lambda codec: codec.name == RAW or serves(codec), CODECS.values()):
+        for codec in CODECS.values():
             config = RetrievalConfig(method=name, home="host", budget=BUDGET, codec=codec.name)
             moved = over_the_bus(Sizes(config, 1, LONGEST, model.shape))
             of_preset = found.setdefault(name, {})

@@ -7,9 +7,8 @@ from typing import Any
 from benchmarks.tables.markdown import Options, Results, markdown
 from vllm_kvretrieval.attention.cuda import refusals
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families import Method, family_with
 from vllm_kvretrieval.retrieval.keeping import Keeping
 from vllm_kvretrieval.retrieval.needs import CODEC, GPU, GPU_HOST, SLOW_HOME, Setting
@@ -114,8 +113,6 @@ def _at_home(name: str, home: str) -> str:
         refusals.check_home(config, sleeps=False)
         refusals.check_methods(config)
     except RetrievalConfigError:
-        if not serves(CODECS[OWN[name].codec]) and OWN[name].codec != RAW:
-            return "no: no kernel for its codec"
         if OWN[name].codec != RAW:
             return "no: its pages are encoded"
         made = RetrievalConfig.from_options(name, told).own

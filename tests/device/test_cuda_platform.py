@@ -12,8 +12,8 @@ import pytest
 from benchmarks.common import ROOT
 
 SERVED = (
-    "kvretrieval freekv quest arkvale infllm twilight fier omnikv ttkv entropykv "
-    "snapkv h2o tova raas razor streamingllm full kivi oracle"
+    "kvretrieval freekv quest arkvale infllm twilight shadowkv fier omnikv ttkv entropykv "
+    "snapkv h2o tova raas razor streamingllm full kivi kvquant oracle"
 ).split()
 
 

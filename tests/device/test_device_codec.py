@@ -20,9 +20,12 @@ SIZES: dict[str, Any] = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "b
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttkv": ("ttkv", SIZES),
     "kivi": ("kivi", {"page_size": PAGE, "codec": "k4v4"}),
+    "kvquant": ("kvquant", {"page_size": PAGE, "codec": "k4v4_sparse"}),
     "freekv": ("freekv", SIZES | {"codec": "k4v4", "home": "host"}),
 }
 """Of 2 bits a rounding of the model's decides which is nearer, and the answers part."""
+WHOLE = "kivi", "kvquant"
+"""Those that attend to whole contexts."""
 STOCK = {
     "dtype": "float16",
     "max_model_len": 256,
@@ -47,6 +50,8 @@ REQUESTS = {
     "exact": Request(prompt(111, 3), 8, {"exact": True}),
     "of a last token that comes alone": Request(prompt(129, 4), 4, {}),
 }
+OWN = {"kvquant": {"beyond its budget": Request(prompt(150, 9), 14, {})}}
+"""Requests of a method, to whose answer no other token is nearly as likely as the one chosen."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +66,16 @@ def options(name, **more):
 
 @pytest.fixture(
     scope="module",
-    params=["ttkv", "kivi", pytest.param("freekv", marks=pytest.mark.slow)],
+    params=[
+        *("ttkv", "kivi"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kvquant", "freekv")),
+    ],
 )
 def answers(request, model):
     """The name of the method, its answers on the CPU, and the emulated engine's process."""
     name, expected = request.param, {}
     with engine(model, enforce_eager=True, **STOCK, **options(name, home="disk")) as llm:
-        for asked, one in REQUESTS.items():
+        for asked, one in (REQUESTS | OWN.get(name, {})).items():
             expected[asked] = alone(llm, one)
     with device_engine.start() as pool:
         pool.submit(
@@ -80,8 +88,8 @@ def answers(request, model):
 
 def test_answers_are_the_cpus(answers):
     """One by one, with pages that fill and leave the window in between."""
-    _, expected, ask = answers
-    for asked, one in REQUESTS.items():
+    name, expected, ask = answers
+    for asked, one in (REQUESTS | OWN.get(name, {})).items():
         (answer,) = ask(device_engine.drive, [one])
         assert_same(answer, expected[asked], TOLERANCE)
 
@@ -89,7 +97,7 @@ def test_answers_are_the_cpus(answers):
 def test_requests_do_not_depend_on_others(answers):
     """Prompts that are read in one piece beside steps that decode, and by themselves."""
     name, _, ask = answers
-    asked = {} if name == "kivi" else {"budget": 4 * PAGE}
+    asked = {} if name in WHOLE else {"budget": 4 * PAGE}
     crowd = [Request(prompt(55, 20), 14, asked)]
     crowd += [Request(prompt(28 + 7 * n, 20 + n), 8, asked, arrives=2 + n) for n in (1, 2)]
     together = ask(device_engine.drive, crowd)
@@ -105,7 +113,7 @@ def test_graphs_serve_what_they_can(answers):
     ask(device_engine.drive, [REQUESTS["exact"]])
     assert sum(ask(device_engine.replays_by_rows).values()) == before
     ask(device_engine.drive, [REQUESTS["soon beyond it"]])
-    assert (sum(ask(device_engine.replays_by_rows).values()) > before) == (name != "kivi")
+    assert (sum(ask(device_engine.replays_by_rows).values()) > before) == (name not in WHOLE)
 
 
 def test_prefixes_of_others(answers):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 PAGE, DRAFTS = 16, 3
 RIGHT, SEED = 0.7, 3  # the chance that a draft is right, and what decides which of them are
-METHODS = ["freekv", "kvretrieval", "quest", "twilight", "streamingllm"]
+METHODS = ["freekv", "kvretrieval", "quest", "twilight", "streamingllm", "shadowkv"]
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "budget": 96, "also": METHODS[1:]}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
 DRAFTED = EMULATED | {

@@ -36,7 +36,12 @@ RETRIEVAL: dict[str, Any] = {
             "sink": PAGE,
             "window": 2 * PAGE,
             "budget": BUDGET,
-            "also": ["quest", "streamingllm"],
+            "also": {
+                "quest": {},
+                "streamingllm": {},
+                "shadowkv": {},
+                "by scores": {"preset": "shadowkv", "outliers": 0},
+            },
         }
     },
 }
@@ -70,6 +75,7 @@ SPARSE = {
     "freekv": Request(EXACT.prompt, 8, {"correction_threshold": -1.0}),
     "quest": Request(prompt(260, 18), 8, by("quest")),
     "streamingllm": Request(prompt(150, 23), 6, by("streamingllm")),
+    "shadowkv": Request(prompt(220, 19), 8, by("shadowkv")),
     "at every step": Request(prompt(180, 13), 8, {"correction_threshold": 1.0, "budget": 80}),
 }
 
@@ -186,6 +192,12 @@ def test_short_contexts_get_the_answers_of_stock_vllm(served, expected):
 def test_answers_are_those_of_the_cpu(served, expected, name):
     """Another model runner, other kernels, other layouts; the same algorithms."""
     assert_same(served.eager(name), expected[name], TOLERANCE)
+
+
+def test_outliers_are_attended_to(served, expected):
+    """Without them other pages are."""
+    request = replace(SPARSE["shadowkv"], options=by("by scores"))
+    assert difference(served.drive([request])[0], expected["shadowkv"]) > 10 * TOLERANCE
 
 
 # --------------------------------------------------------------------------- batches of many

@@ -20,7 +20,7 @@ ROUNDING = 0.1
 """The tolerance of log-probs in bfloat16: another kernel reads contexts within their budgets."""
 NARROW = {"preset": "quest", "pooling": "mean_softmax", "mass": 0.5}
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "sink": 16, "window": 16, "budget": BUDGET}
-OPTIONS |= {"also": {"quest": {}, "narrow": NARROW}}
+OPTIONS |= {"also": {"quest": {}, "narrow": NARROW, "shadowkv": {}}}
 ENGINE = {
     "attention_backend": "freekv",
     "compilation_config": {
@@ -129,6 +129,16 @@ def test_answers(engines):
     answers = compare(engines, again)
     assert all(sum(counts.values()) > 5 for counts in engines(device_engine.replays_by_rows))
     assert [answer.cached for answer in answers] == [128, 96]
+
+
+def test_outliers(engines):
+    """Pages that every query gets, of entries of half a page."""
+    by_marks = {"method": "shadowkv"}
+    requests = [
+        Request(prompt(130, 9), 5, by_marks),
+        Request(prompt(97, 10), 5, by_marks, arrives=2),
+    ]
+    compare(engines, requests)
 
 
 @pytest.mark.parametrize(("tokens", "arrives"), [(40, 0), (104, 1)])

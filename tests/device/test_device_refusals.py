@@ -64,7 +64,7 @@ def bench(**extra: Any) -> dict[str, Any]:
     "method",
     [
         *("freekv", "quest", "kvretrieval", "arkvale", "infllm", "twilight", "streamingllm"),
-        *("oracle", "fier", "snapkv", "entropykv", "h2o", "tova", "raas"),
+        *("oracle", "fier", "snapkv", "entropykv", "shadowkv", "h2o", "tova", "raas"),
     ],
 )
 def test_methods_that_are_served(configure, method):  # noqa: F811
@@ -122,7 +122,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
         "kv_retrieval.exact_below=999 cannot be used with snapkv on a GPU, whose steps attend to "
         "kept tokens whatever the length; leave one out.",
     ),
-    "an index": ("freekv", {"index": "landmark"}, "freekv is not served on a GPU yet, where index"),
+    "an index": ("freekv", {"index": "one_bit"}, "freekv is not served on a GPU yet, where index"),
 }
 
 

@@ -14,7 +14,9 @@ def test_warm_up_has_rows_of_every_kind(units, kv_heads, most, page_size):
     shape = {"kv_heads": kv_heads, "group": 4, "head_size": 64, "entries": 100}
     shape |= {"queries": 1, "width": 64, "usual": 64}
     size = {"rows": most, "units": units, "page_size": page_size}
-    workspace = Workspace(positions=False, ahead=True, device="meta", **size, **shape)
+    workspace = Workspace(
+        positions=False, ahead=True, outliers=True, device="meta", **size, **shape
+    )
 
     def kinds(numbers):
         for rows in numbers:

@@ -6,6 +6,7 @@ import torch
 from tests.support import device_checks
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -46,6 +47,17 @@ def test_decode_steps(indexes, pooling, far, seed):
 def test_different_numbers_of_pages(case):
     methods = [(MinMax(), 32, Pooling.MEAN_SOFTMAX), (None, 32, Pooling.SUM)]
     device_checks.decode_steps("cuda", methods=methods, page=32, steps=10, **case)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_outliers(counted):
+    """By entries of half a page, in contexts that are ranked at once, and in tiles."""
+    marks = {"page": 16, "head_size": 128, "outliers": 0.4}
+    methods = [(Landmark(), 8, Pooling.MAX_SOFTMAX), (None, 16, Pooling.SUM)]
+    device_checks.decode_steps("cuda", methods=methods, steps=10, counted=counted, **marks)
+    in_tiles = {"index": Landmark(), "entry": 8, "pooling": Pooling.MAX_SOFTMAX, "tile_pages": 64}
+    device_checks.long_contexts("cuda", lengths=[16 * 60, 16 * 150 + 1], **in_tiles, **marks)
+    device_checks.outlier_counts("cuda", share=0.29)
 
 
 @pytest.mark.parametrize(("filters", "counted"), [(False, False), (False, True), (True, False)])

@@ -44,7 +44,7 @@ def test_far_units():
     slot_checks.far_units("cuda")
 
 
-@pytest.mark.parametrize("codec", ["k8v4", "k4v4", "k2v2"])
+@pytest.mark.parametrize("codec", ["k8v4", "k4v4", "k2v2", "k4v4_sparse", "k2v2_sparse"])
 @pytest.mark.parametrize("dtype", triton_checks.DTYPES)
 @pytest.mark.parametrize(("head_size", "page", "kept"), [(64, 16, 1), (96, 32, 0), (128, 128, 4)])
 def test_encoded_pages(codec, dtype, head_size, page, kept):

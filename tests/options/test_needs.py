@@ -31,9 +31,7 @@ EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.MASS: ("twilight", {}),
     Need.REMAINDER: ("kvretrieval", {"remainder": 0.01}),
     Need.RERANK: ("freekv", {"rerank": 4}),
-    Need.OUTLIERS: ("shadowkv", {}),
     Need.LONG_ENTRIES: ("kvretrieval", {"page_size": 16, "summary_size": 32}),
-    Need.HIGHEST: ("shadowkv", {"outliers": 0}),
     Need.LAYER_NUMBERS: ("freekv", {"budget_shares": [1, 2]}),
 }
 TOLD: dict[str, dict[str, Any]] = {"razor": {"heads": HEADS}, "omnikv": {"filters": [2]}}

@@ -8,9 +8,11 @@ from triton.runtime.interpreter import InterpretedFunction
 KERNELS = {
     "decode": "_sparse_decode_kernel",
     "dropping": "_drop_kernel",
+    "encoded": "_decode_rows",
     "index": "_build_kernel",
     "mass": "_cut_kernel",
     "one_bit": "_score_bits_kernel",
+    "outliers": "find_bar",
     "recall": "_recall_kernel",
     "resolve": "_resolve_kernel",
     "rows": "_prepare_kernel",

@@ -7,8 +7,11 @@ specification always computes on the CPU.
 import operator
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from tests.spec import device as reference
 from tests.spec import ops as ops_reference
@@ -23,6 +26,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
 )
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.triton.outliers import outlier_units
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
 from vllm_kvretrieval.retrieval.heads import EVERYTHING
 from vllm_kvretrieval.retrieval.index import pack, unpack
@@ -50,8 +54,9 @@ class Layer:
     """One implementation, with all state of a layer."""
 
     def __init__(
-        self, ops, device, methods, shape, *, pages, seats, rows, positions, table=TABLE, **options
-    ):
+        self, ops, device, methods, shape, *, pages, seats, rows, positions, table=TABLE,
+        outliers=0.0, **options,
+    ):  # fmt: skip
         self.ops, self.device, self.options = ops, device, options
         kv_heads, group, head_size, page, dtype = shape
         # What has not been written is poison: no numbers.
@@ -70,16 +75,20 @@ class Layer:
                 alignment=RECORD_ALIGNMENT,
             )  # fmt: skip
             store.records = torch.full_like(store.records, 255, device=device)
-            self.choosers.append(Chooser(store, self.selection, pooling, head_size**-0.5))
+            chooser = Chooser(store, self.selection, pooling, head_size**-0.5)
+            told = index is not None and index.tells_outliers
+            self.choosers.append(replace(chooser, outliers=outliers if told else 0.0))
         self.requests = DeviceRequests.empty(seats, device)
         entries = table * max(chooser.store.parts for chooser in self.choosers)
         self.plan = DevicePlan.empty(
             rows=rows, kv_heads=kv_heads, group=group, entries=entries, width=16, programs=3,
-            device=device, positions=positions,
+            device=device, positions=positions, outliers=outliers > 0,
         )  # fmt: skip
         self.room = self.plan.another()
-        for tensor in self.plan.scores, self.plan.stats, self.room.scores, self.room.stats:
-            tensor.fill_(float("nan"))
+        for room in self.plan, self.room:
+            for tensor in (room.scores, room.stats, room.cosines):
+                if tensor is not None:
+                    tensor.fill_(float("nan"))
 
     @property
     def indexes(self):
@@ -124,19 +133,22 @@ def decode_steps(
     masses=(),
     least=(0,),
     drafts=0,
+    outliers=0.0,
 ):
     """Prompts in chunks, and steps of requests of all kinds: the same rows, lists, records, state.
 
     Records that need not be the specification's are copied from the kernels to it. ``least`` is of
     one step after the other. If ``counted``, KV heads select different numbers of pages, some of
     them all or none. With ``masses``, the first method's requests attend to the fewest pages that
-    reach one of these. Requests have up to ``drafts`` drafts, of which some are accepted.
+    reach one of these. Requests have up to ``drafts`` drafts, of which some are accepted. A share
+    of the pages that methods with a suitable index select are ``outliers``.
     """  # fmt: skip
     torch.manual_seed(seed)
     draw = random.Random(seed)
     rows, seats = 7, 9
     shape = (kv_heads, group, head_size, page, dtype)
     size = {"pages": rows * TABLE, "seats": seats, "rows": rows, "positions": positions}
+    size |= {"outliers": outliers}
     layers = [
         Layer(reference, "cpu", methods, shape, **size),
         Layer(kernels, device, methods, shape, **size),
@@ -278,13 +290,14 @@ def dense_lens(device, *, far):
 
 
 def long_contexts(
-    device, *, lengths, tile_pages, index, pooling, page=8, entry=8, head_size=32, group=2
-):
+    device, *, lengths, tile_pages, index, pooling, page=8, entry=8, head_size=32, group=2,
+    outliers=0.0,
+):  # fmt: skip
     """Selections from contexts that are ranked in tiles; of the last one all pages are alike."""
     torch.manual_seed(sum(lengths))
     rows, longest, dtype = len(lengths), -(-max(lengths) // page), torch.bfloat16
     shape, size = (1, group, head_size, page, dtype), {"pages": rows * longest, "table": longest}
-    size |= {"seats": rows, "rows": rows, "positions": True}
+    size |= {"seats": rows, "rows": rows, "positions": True, "outliers": outliers}
     methods = [(index, entry, pooling)]
     layers = [
         Layer(reference, "cpu", methods, shape, **size),
@@ -319,6 +332,21 @@ def long_contexts(
         layer.selection.chosen.zero_()
         layer.look_ahead(of_step)
         assert torch.equal(layer.selection.chosen.cpu(), chosen)
+
+
+@triton.jit
+def _count_outliers(counts, SHARE: tl.constexpr):
+    select = tl.program_id(0)
+    tl.store(counts + select, outlier_units(select, SHARE))
+
+
+def outlier_counts(device, *, share):
+    """How many outliers there are among up to 200 selected pages."""
+    counts = torch.zeros(200, dtype=torch.int32, device=device)
+    _count_outliers[(len(counts),)](counts, SHARE=share)
+    nothing: Any = None
+    chooser = Chooser(nothing, nothing, Pooling.SUM, 1.0, outliers=share)
+    assert counts.tolist() == [chooser.outlier_units(select) for select in range(len(counts))]
 
 
 def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed=0):

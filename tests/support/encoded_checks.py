@@ -15,6 +15,7 @@ from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.codec.sparse import Sparse, outlier_count
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 SEATS, TABLE = 3, 9
@@ -78,12 +79,26 @@ class Layer:
     def state(self):
         """Everything that a step writes, as bytes or whole numbers; what is no number is alike."""
         numbers = [self.store.open, self.slots, self.buffer]
-        tensors = [self.store.units, self.index.records, self.residency.held]
+        tensors = [alike(self.store), self.index.records, self.residency.held]
         tensors += [self.residency.traffic]
         for tensor in numbers:
             bits = tensor.view(torch.int16)
             tensors.append(torch.where(tensor.isnan(), torch.full_like(bits, -1), bits))
         return [tensor.cpu() for tensor in tensors]
+
+
+def alike(store):
+    """The units of a cache; outliers that are no numbers have the same bits, which differ."""
+    units, (page, row) = store.units.clone(), store.open.shape[3:]
+    if isinstance(store.codec, Sparse):
+        end, size = units.shape[2], store.open.element_size()
+        for rows in ((page, row // 2), (row // 2, page)):
+            count = outlier_count(*rows)
+            listed = units[..., end - count * size : end]
+            numbers = listed.contiguous().view(store.open.dtype)
+            listed.copy_(numbers.nan_to_num(nan=7.0).view(torch.uint8))
+            end -= count * (2 + size)
+    return units
 
 
 class Requests:

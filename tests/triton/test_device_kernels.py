@@ -106,6 +106,31 @@ NOTHING = (None, 8, Pooling.SUM)
             "seed": 10,
         },
         {
+            "methods": [
+                (Landmark(), 4, Pooling.MAX_SOFTMAX),
+                (Mean(), 4, Pooling.MAX_SOFTMAX),
+                NOTHING,
+            ],
+            "outliers": 0.4,
+            "drafts": 4,
+            "steps": 5,
+            "seed": 11,
+        },
+        {
+            "methods": [
+                (Landmark(), 8, Pooling.MEAN_SOFTMAX),
+                (Landmark(), 4, Pooling.MAX_SOFTMAX),
+            ],
+            "outliers": 0.7,
+            "counted": True,
+            "far": True,
+            "positions": True,
+            "group": 4,
+            "head_size": 96,
+            "dtype": torch.float16,
+            "seed": 12,
+        },
+        {
             "methods": [(LowRank(3), 16, Pooling.MEAN_SOFTMAX)],
             "group": 7,
             "kv_heads": 1,
@@ -122,13 +147,14 @@ def test_decode_steps(interpreted, case):
 
 
 @pytest.mark.parametrize(
-    ("index", "entry", "pooling", "lengths"),
+    ("index", "entry", "pooling", "lengths", "outliers"),
     [
-        (Mean(), 8, Pooling.MEAN_SOFTMAX, [8 * 60, 8 * 64, 8 * 65 - 3, 8 * 66, 8 * 150 + 1]),
-        (MinMax(), 4, Pooling.MAX, [8 * 140, 8 * 65]),
+        (Mean(), 8, Pooling.MEAN_SOFTMAX, [8 * 60, 8 * 64, 8 * 65 - 3, 8 * 66, 8 * 150 + 1], 0),
+        (MinMax(), 4, Pooling.MAX, [8 * 140, 8 * 65], 0),
+        (Landmark(), 4, Pooling.MAX_SOFTMAX, [8 * 60, 8 * 65 - 3, 8 * 66, 8 * 150 + 1], 0.4),
     ],
 )
-def test_long_contexts(interpreted, index, entry, pooling, lengths):
+def test_long_contexts(interpreted, index, entry, pooling, lengths, outliers):
     """Contexts of tiles of 64 pages: within a tile, to its end, with a window within the next, and
     of several."""
     interpreted(
@@ -138,7 +164,21 @@ def test_long_contexts(interpreted, index, entry, pooling, lengths):
         index=index,
         entry=entry,
         pooling=pooling,
+        outliers=outliers,
     )
+
+
+def test_outliers_are_as_many_as_on_a_cpu(interpreted):
+    """Where their share of what is selected is nearly a whole number, too."""
+    assert [int(share * 100) for share in (0.29, 0.57, 0.7)] == [28, 56, 70]
+    for share in (0.158, 0.29, 0.57, 0.7, 0.999):
+        interpreted(device_checks.outlier_counts, share=share)
+
+
+class Other(Mean):
+    """Of another package."""
+
+    name = "other"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +256,7 @@ def a_step(layer):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"index": Landmark()}, "there is no kernel for index=landmark; use one of min_max, mean"),
+        ({"index": Other()}, "there is no kernel for index=other; use one of min_max, mean"),
         ({"index": Mean(), "cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),
@@ -255,9 +295,17 @@ def test_steps_that_kernels_do_not_take():
         kernels.plan_decode(query, rows, DeviceRequests.empty(3, "cpu"), choosers, plan)
     with pytest.raises(ValueError, match="no kernel that scores candidates again"):
         kernels.plan_decode(query, rows, requests, [replace(choosers[0], rerank=2)], plan)
-    for change in ({"outliers": 0.1}, {"remainder": 0.1}, {"pooling": Pooling.MAX_SOFTMAX}):
-        with pytest.raises(ValueError, match="no kernel for outliers, a remainder or max_softmax"):
-            kernels.plan_decode(query, rows, requests, [replace(choosers[0], **change)], plan)
+    with pytest.raises(ValueError, match="no kernel that adds up what is not selected"):
+        kernels.plan_decode(query, rows, requests, [replace(choosers[0], remainder=0.1)], plan)
+    with pytest.raises(ValueError, match="outliers take an index that tells them"):
+        kernels.plan_decode(query, rows, requests, [replace(choosers[0], outliers=0.1)], plan)
+    marks = a_layer(Landmark())
+    of_marks = [replace(marks.choosers[0], outliers=0.1)]
+    with pytest.raises(ValueError, match="the plan has no room for outliers"):
+        kernels.plan_decode(query, rows, marks.requests, of_marks, marks.plan)
+    short = replace(marks.plan, cosines=marks.plan.scores[:, :1].contiguous())
+    with pytest.raises(ValueError, match=r"plan\.cosines must have two rows of as many entries"):
+        kernels.plan_decode(query, rows, marks.requests, of_marks, short)
     with pytest.raises(ValueError, match=r"rows\.seats must be torch\.int32"):
         kernels.prepare_rows(replace(rows, seats=rows.seats.long()), requests, 16)
     narrow = replace(plan, lengths=plan.lengths[:1])

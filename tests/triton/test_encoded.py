@@ -10,6 +10,9 @@ SIZES = [
     ("k8v4", 0, 16, 1, 48, torch.float16),
     ("k4v4", 1, 16, 3, 16, torch.bfloat16),
     ("k2v2", 2, 32, 2, 80, torch.float16),
+    ("k2v2_sparse", 0, 16, 2, 80, torch.bfloat16),
+    ("k4v4_sparse", 1, 32, 1, 64, torch.float16),
+    ("k2v2_sparse", 0, 128, 1, 48, torch.float16),
 ]
 
 

@@ -3,9 +3,18 @@
 import re
 
 import pytest
+import torch
 
 from benchmarks.common import ROOT
-from tests.support import broken_kernels, device_checks, interpreter, slot_checks, triton_checks
+from tests.support import (
+    broken_kernels,
+    device_checks,
+    encoded_checks,
+    interpreter,
+    slot_checks,
+    triton_checks,
+)
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 from vllm_kvretrieval.retrieval.pooling import Pooling
@@ -37,6 +46,16 @@ IN_TILES = {
     "pooling": Pooling.MAX,
     "head_size": 16,
 }
+OUTLIERS = IN_TILES | {"index": Landmark(), "pooling": Pooling.MAX_SOFTMAX, "outliers": 0.4}
+ENCODED = {
+    "check": encoded_checks.life,
+    "codec": "k2v2_sparse",
+    "kept": 0,
+    "page": 16,
+    "kv_heads": 1,
+    "head_size": 16,
+    "dtype": torch.float16,
+}
 TOKENS = {"check": device_checks.token_steps, "head_size": 16, "group": 2}
 RECALL = {
     "check": triton_checks.recall,
@@ -50,6 +69,8 @@ DROPS = {"check": device_checks.dropped_tokens, "rule": "pages", "steps": 1}
 RACING = {
     "decode": (DECODE, ["partial_out"]),
     "dropping": (DROPS, ["(chosen|ratings|counts)", "chosen"]),
+    "encoded": (ENCODED, ["buffer"]),
+    "outliers": (OUTLIERS, ["cosines"]),
     "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
     "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }

@@ -10,7 +10,7 @@ followed by its value: vLLM's layout ``LBHNC``, which the reference calls ``toke
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -127,16 +127,21 @@ class ScoreRoom:
         stats: float32 [>= N, programs, 2, group]; the highest score that a program has seen, and
             the sum of the exponentials to base 2 of the differences from it.
         arrivals: int32 [>= N]; 0 between launches. How many programs of a list have ended.
+        cosines: float32 [>= N, 2, entries], as many entries as ``scores`` have; the lowest cosine
+            of a key of each entry with its mean, and room to rank these. None: no chooser has
+            outliers.
     """
 
     scores: torch.Tensor
     stats: torch.Tensor
     arrivals: torch.Tensor
+    cosines: torch.Tensor | None = field(default=None, kw_only=True)
 
     def another(self) -> "ScoreRoom":
         """As much room again."""
         like = torch.empty_like(self.scores), torch.empty_like(self.stats)
-        return ScoreRoom(*like, torch.zeros_like(self.arrivals))
+        cosines = None if self.cosines is None else torch.empty_like(self.cosines)
+        return ScoreRoom(*like, torch.zeros_like(self.arrivals), cosines=cosines)
 
 
 @dataclass
@@ -168,9 +173,10 @@ class DevicePlan(ScoreRoom):
         programs: int,
         device: torch.device | str,
         positions: bool = False,
+        outliers: bool = False,
     ) -> "DevicePlan":
         """A plan for ``rows`` rows, contexts of up to ``entries`` entries, and lists of ``width``
-        pages."""
+        pages; with room for ``outliers``, if choosers have any."""
         lists = rows * kv_heads
         return cls(
             torch.empty(lists, group, entries, device=device),
@@ -179,6 +185,7 @@ class DevicePlan(ScoreRoom):
             torch.zeros(lists, width, dtype=torch.int32, device=device),
             torch.full((lists,), -1, dtype=torch.int32, device=device),
             positions,
+            cosines=torch.empty(lists, 2, entries, device=device) if outliers else None,
         )
 
 

@@ -37,9 +37,7 @@ class Need(Enum):
     TOKEN_MASS = "selects single tokens up to a mass of the attention (mass)"
     REMAINDER = "adds up means of what is not selected (remainder)"
     RERANK = "scores candidates again by their keys (rerank)"
-    OUTLIERS = "selects pages that are outliers (outliers)"
     LONG_ENTRIES = "has index entries of several pages (summary_size)"
-    HIGHEST = "takes the highest softmax of a group (pooling max_softmax)"
     LAYER_NUMBERS = "goes by the numbers of layers"
 
 
@@ -110,8 +108,6 @@ GPU = Setting(
             Need.TOKEN_MASS: f"set mass=1, or {BY_PAGES}",
             Need.LONG_ENTRIES: f"leave summary_size out, or {BY_PAGES}",
             Need.REMAINDER: f"set remainder=0, or {BY_PAGES}",
-            Need.OUTLIERS: BY_PAGES,
-            Need.HIGHEST: f"set pooling=mean_softmax, or {BY_PAGES}",
         }.items()
     },
     frozenset({Need.MASS}),

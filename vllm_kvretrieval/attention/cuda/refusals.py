@@ -9,7 +9,6 @@ import torch
 from vllm_kvretrieval.attention import refusals
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels.triton.encoded import serves
 from vllm_kvretrieval.kernels.triton.index import KINDS
 from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.select import MOST_PAGES, TILE_PAGES
@@ -162,13 +161,6 @@ def check_preset(name: str, options: Any) -> None:
             return
         check_method(method)
         return
-    if not serves(CODECS[codec]) and "codec" not in given:
-        near = _nearest(preset)
-        raise RetrievalConfigError(
-            f"{name} is not served on a GPU yet, where no pages are encoded by codec {codec}. On "
-            f"a CPU vLLM's CPU build serves it: vllm serve MODEL --attention-backend {name}. The "
-            f"nearest on a GPU: --attention-backend {near}, with pages as the model made them."
-        )
     if given.get("home", preset.home) == "device":
         raise RetrievalConfigError(
             f"kv_retrieval.home='device': {name} has its pages encoded (codec={codec}), which a "
@@ -179,23 +171,6 @@ def check_preset(name: str, options: Any) -> None:
 def _or_raw(preset: Preset) -> str:
     """A remedy, unless a method is one by its codec."""
     return f", or codec={RAW}" if preset.codec == RAW else ""
-
-
-def _nearest(preset: Preset) -> str:
-    """The name of a method that is served with pages as they are, and with a preset's schedule."""
-    return max(
-        filter(_is_served, presets()), key=lambda n: presets()[n].schedule == preset.schedule
-    )
-
-
-def _is_served(name: str) -> bool:
-    """Whether a preset is served as it comes, with pages as they are."""
-    preset = presets()[name]
-    try:
-        check_method(make_method(name, name, {}, preset.page_size))
-    except RetrievalConfigError:
-        return False
-    return preset.codec == RAW
 
 
 def check_options(config: RetrievalConfig) -> None:
@@ -261,11 +236,6 @@ def _check_codec(config: RetrievalConfig, drafts: int) -> None:
     if codec is None:
         return
     told, or_raw = f"kv_retrieval.codec={codec.name!r}", _or_raw(presets()[config.method])
-    if not serves(codec):
-        known = [f"codec={other.name}" for other in CODECS.values() if serves(other)]
-        raise RetrievalConfigError(
-            f"{told} is not served on a GPU yet; use {' or '.join(known)}{or_raw}."
-        )
     if config.home != "host":
         raise RetrievalConfigError(
             f"{told} encodes pages in host memory on a GPU, and home={config.home} may be the "

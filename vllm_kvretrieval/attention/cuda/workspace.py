@@ -38,6 +38,7 @@ class Workspace:
         units: Multiprocessors of the device.
         positions: Whether plans hold pages by their positions; see :class:`DevicePlan`.
         ahead: Whether layers select beside others for the next step, in room of its own.
+        outliers: Whether some pages are selected as outliers.
         device: Where; ``meta``: nowhere, only to know the size.
     """
 
@@ -56,6 +57,7 @@ class Workspace:
         units: int,
         positions: bool,
         ahead: bool,
+        outliers: bool,
         device: torch.device | str,
     ) -> None:
         self.kv_heads, self.queries, self.units = kv_heads, queries, units
@@ -67,6 +69,8 @@ class Workspace:
         rooms = 2 if ahead else 1
         self._scores = torch.empty(rooms, pairs, group, entries, device=device)
         self._stats = torch.empty(rooms, programs, 2, group, device=device)
+        kept = rooms, pairs, 2, entries
+        self._cosines = torch.empty(kept, device=device) if outliers else None
         self._ended = torch.zeros(rooms, pairs, dtype=torch.int32, device=device)
         self._lists = torch.zeros(pairs, width, dtype=torch.int32, device=device)
         self._lengths = torch.full((pairs,), -1, dtype=torch.int32, device=device)
@@ -111,7 +115,9 @@ class Workspace:
     def _room(self, pairs: int, number: int) -> ScoreRoom:
         programs = count_programs(pairs, self.units)
         stats = self._stats[number, : pairs * programs].unflatten(0, (pairs, programs))
-        return ScoreRoom(self._scores[number, :pairs], stats, self._ended[number, :pairs])
+        cosines = None if self._cosines is None else self._cosines[number, :pairs]
+        scores, ended = self._scores[number, :pairs], self._ended[number, :pairs]
+        return ScoreRoom(scores, stats, ended, cosines=cosines)
 
     def _slice(self, pairs: int) -> tuple[DevicePlan, DecodeWorkspace, torch.Tensor]:
         room = self._room(pairs, 0)
@@ -123,6 +129,7 @@ class Workspace:
             self._lists[:pairs],
             self._lengths[:pairs],
             self._positions,
+            cosines=room.cosines,
         )
         partial = DecodeWorkspace(
             self._out[: pairs * splits].unflatten(0, (pairs, splits)),

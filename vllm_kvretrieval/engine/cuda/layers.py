@@ -321,6 +321,7 @@ def make_workspace(
         units=num_compute_units(device.index or 0),
         positions=positions,
         ahead=any(method.speculates for method in config.methods.values()),
+        outliers=any(method.outliers for method in config.methods.values()),
         device=device,
     )
 

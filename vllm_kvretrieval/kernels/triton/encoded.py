@@ -14,31 +14,38 @@ from vllm_kvretrieval.kernels.triton.rows_codec import (
     WAYS,
     codes_of,
     element_at,
+    encodable,
+    ends_of,
     fit,
     rounded,
     scale_of,
     store_words,
 )
-from vllm_kvretrieval.retrieval.codec import Codec
+from vllm_kvretrieval.kernels.triton.sparse_rows import (
+    inner_ends,
+    lay_outliers,
+    list_outliers,
+    lower_of,
+    two_lowest,
+)
 from vllm_kvretrieval.retrieval.codec.quantised import Quantised
 from vllm_kvretrieval.retrieval.codec.rows import Rows
-from vllm_kvretrieval.retrieval.codec.sparse import Sparse
+from vllm_kvretrieval.retrieval.codec.sparse import Sparse, outlier_count
 
 TILE = 4096
 """Codes in a tile: bytes that a program decodes at a time, at most."""
 ENCODED = 2048
 """Elements that it encodes at a time, at most, which takes more registers."""
+FOUND = 1024
+"""Elements among which it finds outliers at a time."""
+MOST_REGISTERS = 128
+"""Of a thread that finds outliers: two programs have room on a multiprocessor."""
 SHARING = 16
 """Programs that share the pages of a row and a KV head, where rows may have several tokens."""
 WARPS = 8
 
 _COUNTERS = tl.constexpr(len(Traffic))
 _HELD = tl.constexpr(int(Traffic.HELD))
-
-
-def serves(codec: Codec) -> bool:
-    """Whether there are kernels for a codec."""
-    return isinstance(codec, Quantised) and not isinstance(codec, Sparse)
 
 
 @triton.jit
@@ -49,22 +56,96 @@ def _open_page(opened, seat, page, head, kv_heads, RING: tl.constexpr, UNIT: tl.
 
 
 @triton.jit
+def _read_rows(
+    new,
+    stride,
+    old,
+    behind,
+    first,
+    row,
+    element,
+    mask,
+    TRANSPOSED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Elements of rows of a page that a step has filled, float32; see :func:`_encode_rows`."""
+    at = element_at(row[:, None], element[None, :], TRANSPOSED, HEAD_SIZE)
+    if TRANSPOSED:
+        token, channel = behind + element[None, :], row[:, None]
+    else:
+        token, channel = behind + row[:, None], element[None, :]
+    x = tl.load(old + at, mask=mask & (token < 0), other=0.0).to(tl.float32)
+    of_step = new + (first + token).to(tl.int64) * stride + channel
+    of_step = tl.load(of_step, mask=mask & (token >= 0), other=0.0).to(tl.float32)
+    return tl.where(token < 0, x, of_step)
+
+
+@triton.jit
+def _find_outliers(
+    new,
+    stride,
+    old,
+    to,
+    behind,
+    first,
+    TRANSPOSED: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ALL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Keep the list of the outliers of a page's rows; see :func:`list_outliers`.
+
+    Args:
+        new, stride, old, behind, first: See :func:`_encode_rows`.
+        to: Where the list goes.
+        ALL: Rows, rounded up to a power of two, of which ``AT_ONCE`` elements are read at a time.
+    """
+    row = tl.arange(0, ALL)
+    known = row >= 0
+    low = tl.full([ALL], float("inf"), tl.float32)
+    low_place, low_next = tl.zeros([ALL], tl.int32), low
+    high, high_place, high_next = low, low_place, low  # of the rows with the other sign
+    for begin in tl.range(0, LENGTH, AT_ONCE):
+        element = begin + tl.arange(0, AT_ONCE)
+        mask = (row < ROWS)[:, None] & (element < LENGTH)[None, :]
+        x = _read_rows(new, stride, old, behind, first, row, element, mask, TRANSPOSED, HEAD_SIZE)
+        known = known & encodable(x, mask)
+        of_tile, place, following = two_lowest(x, mask, element)
+        low, low_place, low_next = lower_of(low, low_place, low_next, of_tile, place, following)
+        of_tile, place, following = two_lowest(-x, mask, element)
+        high, high_place, high_next = lower_of(
+            high, high_place, high_next, of_tile, place, following
+        )
+    return list_outliers(
+        known, low, low_place, low_next - low, -high, high_place, high_next - high, to,
+        old.dtype.element_ty, COUNT, ROWS, LENGTH, ALL,
+    )  # fmt: skip
+
+
+@triton.jit
 def _encode_rows(
     new,
     stride,
     old,
     words,
     codes,
+    lists,
     behind,
     first,
     TRANSPOSED: tl.constexpr,
     WAY: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
+    ALL: tl.constexpr,
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
     """Encode the keys, or the values, of a page that a step has filled, in a KV head.
@@ -72,30 +153,34 @@ def _encode_rows(
     Args:
         new, stride: The keys or values of the step in this head, and elements between tokens.
         old: The page in its ring, with its tokens from before the step.
-        words, codes: Where the words and the codes go.
+        words, codes, lists: Where the words, the codes, and the list of outliers go.
         behind: Tokens of the step before the page's first one; negative: the page has as many
             from before the step.
         first: The place in the batch of the row's first token.
+        COUNT: Outliers of the rows.
     """
     TOGETHER: tl.constexpr = 8 // BITS
     APART: tl.constexpr = ROWS // TOGETHER
     element = tl.arange(0, WIDTH)
+    if COUNT:
+        bar, last = _find_outliers(
+            new, stride, old, lists, behind, first, TRANSPOSED, COUNT, ROWS, LENGTH, ALL, AT_ONCE,
+            HEAD_SIZE,
+        )  # fmt: skip
     for begin in tl.range(0, APART, TALL):
         line = begin + tl.arange(0, TALL)
         mask = (line < APART)[:, None] & (element < LENGTH)[None, :]
         data = tl.zeros([TALL, WIDTH], tl.int32)
         for part in tl.static_range(TOGETHER):
             row = line + part * APART
-            at = element_at(row[:, None], element[None, :], TRANSPOSED, HEAD_SIZE)
-            if TRANSPOSED:
-                token, channel = behind + element[None, :], row[:, None]
-            else:
-                token, channel = behind + row[:, None], element[None, :]
-            x = tl.load(old + at, mask=mask & (token < 0), other=0.0).to(tl.float32)
-            of_step = new + (first + token).to(tl.int64) * stride + channel
-            of_step = tl.load(of_step, mask=mask & (token >= 0), other=0.0).to(tl.float32)
-            x = tl.where(token < 0, x, of_step)
-            step, base, known, word, second = fit(x, mask, WAY, LEVELS)
+            x = _read_rows(
+                new, stride, old, behind, first, row, element, mask, TRANSPOSED, HEAD_SIZE
+            )
+            known = encodable(x, mask)
+            low, high = ends_of(x, mask)
+            if COUNT:
+                low, high = inner_ends(x, mask, row, element, known, low, high, bar, last)
+            step, base, word, second = fit(low, high, known, WAY, LEVELS)
             store_words(words, row, word, second, line < APART, WAY)
             data |= codes_of(x, step, base, known, LEVELS) << (BITS * part)
         to = codes + line[:, None] * LENGTH + element[None, :]
@@ -133,10 +218,15 @@ def _write_open_kernel(
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
     KEY_TALL: tl.constexpr,
+    KEY_LIST: tl.constexpr,
+    KEY_COUNT: tl.constexpr,
     VALUE_WAY: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
     VALUE_TALL: tl.constexpr,
+    VALUE_LIST: tl.constexpr,
+    VALUE_COUNT: tl.constexpr,
+    FOUND: tl.constexpr,
 ):
     row = tl.program_id(0) // kv_heads
     head = tl.program_id(0) % kv_heads
@@ -160,14 +250,15 @@ def _write_open_kernel(
         behind = page * PAGE - before
         words = unit.to(tl.pointer_type(tl.uint16), bitcast=True)
         _encode_rows(
-            key, key_stride, old, words, unit + KEY_CODES, behind, first,
-            True, KEY_WAY, KEY_BITS, KEY_LEVELS, HEAD_SIZE, PAGE, PAGE, KEY_TALL, HEAD_SIZE,
+            key, key_stride, old, words, unit + KEY_CODES, unit + KEY_LIST, behind, first,
+            True, KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_COUNT, HEAD_SIZE, PAGE, DIMS, PAGE, KEY_TALL,
+            FOUND // DIMS, HEAD_SIZE,
         )  # fmt: skip
         words = (unit + VALUE_WORDS).to(tl.pointer_type(tl.uint16), bitcast=True)
         _encode_rows(
-            value, value_stride, old, words, unit + VALUE_CODES, behind, first,
-            False, VALUE_WAY, VALUE_BITS, VALUE_LEVELS, PAGE, HEAD_SIZE, DIMS, VALUE_TALL,
-            HEAD_SIZE,
+            value, value_stride, old, words, unit + VALUE_CODES, unit + VALUE_LIST, behind, first,
+            False, VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_COUNT, PAGE, HEAD_SIZE, PAGE, DIMS,
+            VALUE_TALL, FOUND // PAGE, HEAD_SIZE,
         )  # fmt: skip
     if (tokens > 1) | (share > 0):
         return
@@ -237,6 +328,7 @@ def _keep_open_kernel(
 def _decode_rows(
     words,
     codes,
+    lists,
     open_page,
     is_open,
     to,
@@ -245,8 +337,10 @@ def _decode_rows(
     WAY: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
+    ALL: tl.constexpr,
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -254,10 +348,12 @@ def _decode_rows(
     """Decode rows of a unit, or copy them from an open page.
 
     Args:
-        words, codes: Those of the unit's rows of keys, or of values.
+        words, codes, lists: Those of the unit's rows of keys, or of values.
         open_page: The page in its ring, if it ``is_open``.
         to: The unit that is written.
         begin: The first of the rows that share bytes with ``TALL`` others.
+        COUNT: Outliers of all of the unit's rows.
+        ALL: These rows, rounded up to a power of two.
     """
     TOGETHER: tl.constexpr = 8 // BITS
     APART: tl.constexpr = ROWS // TOGETHER
@@ -279,6 +375,11 @@ def _decode_rows(
             x = code.to(tl.float32) * step[:, None] + base[:, None]
             at = element_at(row[:, None], element[None, :], TRANSPOSED, HEAD_SIZE)
             tl.store(to + at, rounded(x, to.dtype.element_ty), mask=mask)
+        if COUNT:
+            tl.debug_barrier()
+            lay_outliers(
+                lists, to, begin, TRANSPOSED, COUNT, ROWS, LENGTH, ALL, APART, TALL, HEAD_SIZE
+            )
 
 
 @triton.jit
@@ -298,25 +399,31 @@ def _decode_part(
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
     KEY_TALL: tl.constexpr,
+    KEY_LIST: tl.constexpr,
+    KEY_COUNT: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     VALUE_WAY: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
     VALUE_TALL: tl.constexpr,
+    VALUE_LIST: tl.constexpr,
+    VALUE_COUNT: tl.constexpr,
 ):
     """One part of a unit: some rows of its keys, or of its values."""
     if part < KEY_PARTS:
         words = unit.to(tl.pointer_type(tl.uint16), bitcast=True)
         _decode_rows(
-            words, unit + KEY_CODES, open_page, is_open, to, part * KEY_TALL,
-            True, KEY_WAY, KEY_BITS, KEY_LEVELS, HEAD_SIZE, PAGE, PAGE, KEY_TALL, HEAD_SIZE,
+            words, unit + KEY_CODES, unit + KEY_LIST, open_page, is_open, to, part * KEY_TALL,
+            True, KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_COUNT, HEAD_SIZE, PAGE, DIMS, PAGE, KEY_TALL,
+            HEAD_SIZE,
         )  # fmt: skip
     else:
         words = (unit + VALUE_WORDS).to(tl.pointer_type(tl.uint16), bitcast=True)
         _decode_rows(
-            words, unit + VALUE_CODES, open_page, is_open, to, (part - KEY_PARTS) * VALUE_TALL,
-            False, VALUE_WAY, VALUE_BITS, VALUE_LEVELS, PAGE, HEAD_SIZE, DIMS, VALUE_TALL,
-            HEAD_SIZE,
+            words, unit + VALUE_CODES, unit + VALUE_LIST, open_page, is_open, to,
+            (part - KEY_PARTS) * VALUE_TALL,
+            False, VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_COUNT, PAGE, HEAD_SIZE, PAGE, DIMS,
+            VALUE_TALL, HEAD_SIZE,
         )  # fmt: skip
 
 
@@ -345,11 +452,15 @@ def _recall_encoded_kernel(
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
     KEY_TALL: tl.constexpr,
+    KEY_LIST: tl.constexpr,
+    KEY_COUNT: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     VALUE_WAY: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
     VALUE_TALL: tl.constexpr,
+    VALUE_LIST: tl.constexpr,
+    VALUE_COUNT: tl.constexpr,
 ):
     SIZE: tl.constexpr = PAGE * 2 * HEAD_SIZE
     work = tl.load(count) * PARTS
@@ -366,8 +477,8 @@ def _recall_encoded_kernel(
             slots + target.to(tl.int64) * SIZE,
             item % PARTS,
             HEAD_SIZE, DIMS, PAGE, VALUE_WORDS, KEY_CODES, VALUE_CODES,
-            KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_TALL, KEY_PARTS,
-            VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_TALL,
+            KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_TALL, KEY_LIST, KEY_COUNT, KEY_PARTS,
+            VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_TALL, VALUE_LIST, VALUE_COUNT,
         )  # fmt: skip
 
 
@@ -397,11 +508,15 @@ def _stage_encoded_kernel(
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
     KEY_TALL: tl.constexpr,
+    KEY_LIST: tl.constexpr,
+    KEY_COUNT: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     VALUE_WAY: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
     VALUE_TALL: tl.constexpr,
+    VALUE_LIST: tl.constexpr,
+    VALUE_COUNT: tl.constexpr,
 ):
     SIZE: tl.constexpr = PAGE * 2 * HEAD_SIZE
     for row in tl.range(rows):
@@ -421,8 +536,8 @@ def _stage_encoded_kernel(
                 buffer + ((start + page) * kv_heads + head) * SIZE,
                 item % PARTS,
                 HEAD_SIZE, DIMS, PAGE, VALUE_WORDS, KEY_CODES, VALUE_CODES,
-                KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_TALL, KEY_PARTS,
-                VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_TALL,
+                KEY_WAY, KEY_BITS, KEY_LEVELS, KEY_TALL, KEY_LIST, KEY_COUNT, KEY_PARTS,
+                VALUE_WAY, VALUE_BITS, VALUE_LEVELS, VALUE_TALL, VALUE_LIST, VALUE_COUNT,
             )  # fmt: skip
 
 
@@ -472,7 +587,9 @@ def write_open(
         SLOTS=triton.next_power_of_2(capacity),
         UNIT=store.units.shape[2],
         **{name: layout[name] for name in layout if not name.endswith("PARTS")},
+        FOUND=FOUND,
         num_warps=WARPS,
+        **({"maxnreg": MOST_REGISTERS} if layout["KEY_COUNT"] else {}),
     )
 
 
@@ -608,7 +725,7 @@ def stage_encoded(
 def _check_store(store: EncodedUnits) -> tuple[int, int, int, int, int]:
     """Refuse a cache that is not of its description; returns its seats, pages of a ring, KV heads,
     tokens of a page and channels of a head."""
-    if not serves(store.codec):
+    if not isinstance(store.codec, Quantised):
         raise ValueError(f"there is no kernel for codec={store.codec.name}")
     check_units("open", store.open, store.open.dtype)
     seats, ring, kv_heads, page, row = store.open.shape
@@ -635,7 +752,10 @@ def _layout(store: EncodedUnits, *, encodes: bool = False) -> dict[str, Any]:
     codec, (page, row) = store.codec, store.open.shape[3:]
     assert isinstance(codec, Quantised)
     head_size = row // 2
-    key_words, value_words, key_codes, _ = codec.parts(page, head_size)
+    key_words, value_words, key_codes, value_codes = codec.parts(page, head_size)
+    dense, sizes = key_words + value_words + key_codes + value_codes, (head_size, page)
+    sparse = isinstance(codec, Sparse)
+    key_count, value_count = (outlier_count(*of) if sparse else 0 for of in (sizes, sizes[::-1]))
     keys = _of_rows("KEY", codec.keys, head_size, page, encodes)
     values = _of_rows("VALUE", codec.values, page, head_size, encodes)
     return {
@@ -644,6 +764,10 @@ def _layout(store: EncodedUnits, *, encodes: bool = False) -> dict[str, Any]:
         "VALUE_WORDS": key_words,
         "KEY_CODES": key_words + value_words,
         "VALUE_CODES": key_words + value_words + key_codes,
+        "KEY_LIST": dense,
+        "KEY_COUNT": key_count,
+        "VALUE_LIST": dense + key_count * (2 + store.open.element_size()),
+        "VALUE_COUNT": value_count,
         "PARTS": keys["KEY_PARTS"] + values["VALUE_PARTS"],
     }
 

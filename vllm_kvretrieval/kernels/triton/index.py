@@ -15,6 +15,7 @@ from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
 from vllm_kvretrieval.retrieval.index.mean_std import MeanStd
@@ -30,6 +31,7 @@ KINDS: dict[type[Index], int] = {
     Bounding: 4,
     Representative: 5,
     Exact: 6,
+    Landmark: 7,
 }
 """Indexes by which pages are scored; their numbers in kernels. Tokens are scored by ``OneBit``."""
 
@@ -40,6 +42,7 @@ LOW_RANK = tl.constexpr(KINDS[LowRank])
 BOUNDING = tl.constexpr(KINDS[Bounding])
 REPRESENTATIVE = tl.constexpr(KINDS[Representative])
 EXACT = tl.constexpr(KINDS[Exact])
+LANDMARK = tl.constexpr(KINDS[Landmark])
 _KEPT = tl.constexpr(KEPT)
 
 
@@ -99,6 +102,13 @@ def _build_kernel(
     elif KIND == BOUNDING:
         radius = tl.sqrt(tl.max(tl.sum(rest * rest, 1), 0))
         tl.store((to + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True), radius)
+    elif KIND == LANDMARK:
+        norms = tl.sqrt(tl.sum(k * k, 1)) * tl.sqrt(tl.sum(mean * mean, 0))
+        cosines = tl.where(norms == 0, 0.0, tl.sum(k * mean[None, :], 1) / norms)
+        least = tl.minimum(tl.min(cosines, 0), 1.0)
+        unknown = tl.max((cosines != cosines).to(tl.int32), 0)  # one suffices
+        least = tl.where(unknown != 0, float("nan"), least)
+        tl.store((to + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True), least)
 
 
 def grows(store: IndexRecords) -> bool:

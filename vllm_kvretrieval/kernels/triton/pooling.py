@@ -9,6 +9,7 @@ from vllm_kvretrieval.retrieval.pooling import Pooling
 _RELATIVE = tl.constexpr(int(Pooling.RELATIVE))
 _MAX = tl.constexpr(int(Pooling.MAX))
 _SUM = tl.constexpr(int(Pooling.SUM))
+_MAX_SOFTMAX = tl.constexpr(int(Pooling.MAX_SOFTMAX))
 _MEMBERS = tl.constexpr(MEMBERS)
 _NOTHING = tl.constexpr(float("-inf"))
 _SHARED = tl.constexpr(".cg")
@@ -91,6 +92,15 @@ def pool_pages(
         return top
     base = tl.where(top == _NOTHING, 0.0, top)
     mass = tl.zeros(page.shape, tl.float32)
+    if POOLING == _MAX_SOFTMAX:
+        for part in tl.static_range(PARTS):
+            highest = tl.full(page.shape, _NOTHING, tl.float32)
+            for member in tl.range(GROUP):
+                norm = _of_member(norms, member)
+                less = _read(scores + member * score_stride, page * PARTS + part, entries) - norm
+                highest = tl.maximum(highest, less)
+            mass += tl.exp2(highest - base)
+        return base + tl.log2(mass)
     for member in tl.range(GROUP):
         norm = _of_member(norms, member)
         for part in tl.static_range(PARTS):

@@ -5,6 +5,8 @@ import triton.language as tl
 
 _LEAST = tl.constexpr(-0x7FFFFFFF)
 """Less than the key of any float."""
+_MOST = tl.constexpr(0x7FFFFFFF)
+"""More than the key of any float."""
 _COUNT = tl.constexpr((1 << 20) - 1)
 
 
@@ -80,3 +82,16 @@ def find_best(scores, candidate, count):
     lowest = tl.min(tl.where(candidate, keys, highest), 0)
     best = find_highest(keys, count, lowest, highest + 1)
     return best, tl.cumsum(best.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def bar_of(keys, place, best):
+    """What tells the best of some keys, int32 [n], from others at any places: see `is_beyond`."""
+    bar = tl.min(tl.where(best, keys, _MOST), 0)
+    return bar, tl.max(tl.where(best & (keys == bar), place, -1), 0)
+
+
+@triton.jit
+def is_beyond(keys, place, bar, last):
+    """Whether keys are among the best: beyond the least of these, or as early as its last place."""
+    return (keys > bar) | ((keys == bar) & (place <= last))

@@ -50,21 +50,30 @@ def _keep_bits(x, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def fit(x, mask, WAY: tl.constexpr, LEVELS: tl.constexpr):
-    """Step and base of the rows of a tile, and the two words that keep them, of which the second
-    may be unused.
+def encodable(x, mask):
+    """Which rows of a tile can be encoded, by their elements, float32 [rows, elements]."""
+    return tl.max(tl.where(mask & ~(tl.abs(x) <= _MOST), 1, 0), 1) == 0
+
+
+@triton.jit
+def ends_of(x, mask):
+    """The lowest and the highest elements of the rows of a tile, float32 [rows] each."""
+    low = tl.min(tl.where(mask, x, float("inf")), 1)
+    return low, tl.max(tl.where(mask, x, float("-inf")), 1)
+
+
+@triton.jit
+def fit(low, high, known, WAY: tl.constexpr, LEVELS: tl.constexpr):
+    """Step and base of rows, and the two words that keep them, of which the second may be unused.
 
     Args:
-        x: float32 [rows, elements].
-        mask: Which elements there are.
+        low, high: float32 [rows]; the elements between which the others are.
+        known: Whether the rows can be encoded.
         WAY, LEVELS: How rows are encoded, and the largest code.
 
     Returns:
-        Step and base, float32 [rows], of rows that can be encoded; whether they can; and words.
+        Step and base, float32 [rows], of rows that can be encoded; and the words.
     """
-    known = tl.max(tl.where(mask & ~(tl.abs(x) <= _MOST), 1, 0), 1) == 0
-    low = tl.min(tl.where(mask, x, float("inf")), 1)
-    high = tl.max(tl.where(mask, x, float("-inf")), 1)
     low = tl.where(known & (low != 0), low, 0.0)  # zero has no sign
     high = tl.where(known, high, 0.0)
     if WAY == _CENTRED:
@@ -88,8 +97,8 @@ def fit(x, mask, WAY: tl.constexpr, LEVELS: tl.constexpr):
         second = tl.where(known, zero, 0)
     bits = tl.where(known, step.to(tl.int32, bitcast=True), _NO_STEP)
     if WAY == _AROUND_ZERO:
-        return step, base, known, (bits >> 19 << 4) | second, second
-    return step, base, known, bits >> 16, second
+        return step, base, (bits >> 19 << 4) | second, second
+    return step, base, bits >> 16, second
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_kvretrieval.kernels.triton.index import (
     BOUNDING,
     EXACT,
+    LANDMARK,
     LOW_RANK,
     MEAN,
     MEAN_STD,
@@ -57,12 +58,14 @@ def score_entries(
     entries,
     scores,
     stats,
+    cosines,
     scale_log2,
     score_stride,
     kv_heads,
     KIND: tl.constexpr,
     RECORD: tl.constexpr,
     DRAFTED: tl.constexpr,
+    TELLS: tl.constexpr,
     RANK: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -83,12 +86,13 @@ def score_entries(
         head: The KV head.
         length: Tokens of the context, without drafts.
         entries: How many the context has.
-        scores, stats: Written; those of the KV head of the row, see :class:`ScoreRoom`.
+        scores, stats, cosines: Written; those of the KV head of the row, see :class:`ScoreRoom`.
         scale_log2: Softmax scale for exponentials to base 2.
         score_stride: From a query head's scores to the next one's.
         kv_heads: How many the records are of.
         RECORD: Elements of a record.
         DRAFTED: Whether records that grow may have drafts.
+        TELLS: Whether ``cosines`` are written.
         DIMS: Channels of a product, a power of two.
         TILE: Entries that are scored at a time.
     """
@@ -159,7 +163,10 @@ def score_entries(
             if KIND == BOUNDING:
                 at = (records + record + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
                 scored += second[:, None] * tl.load(at, mask=valid, other=0.0)[None, :]
-            elif KIND != MEAN and KIND != REPRESENTATIVE:
+            elif TELLS:
+                at = (records + record + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
+                tl.store(cosines + entry, tl.load(at, mask=valid, other=0.0), mask=valid)
+            elif KIND != MEAN and KIND != REPRESENTATIVE and KIND != LANDMARK:
                 field = tl.load(at + HEAD_SIZE, mask=read, other=0.0)
                 if DRAFTED and KIND == MIN_MAX:
                     field = tl.where(bounded, high_key[:, None], field)

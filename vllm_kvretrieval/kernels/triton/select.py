@@ -23,6 +23,7 @@ from vllm_kvretrieval.kernels.triton.checks import (
 from vllm_kvretrieval.kernels.triton.correction import is_corrected
 from vllm_kvretrieval.kernels.triton.index import KINDS, check_store, elements
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
+from vllm_kvretrieval.kernels.triton.outliers import find_bar, is_outlier, outlier_units
 from vllm_kvretrieval.kernels.triton.pooling import pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import find_best
 from vllm_kvretrieval.kernels.triton.rows import read_budget
@@ -38,7 +39,6 @@ from vllm_kvretrieval.kernels.types import Chooser
 from vllm_kvretrieval.retrieval.index.exact import Exact
 from vllm_kvretrieval.retrieval.index.low_rank import LowRank
 from vllm_kvretrieval.retrieval.index.mean import Mean
-from vllm_kvretrieval.retrieval.pooling import Pooling
 
 MOST_PAGES = 65536
 """Of a context: a program holds the best of every tile of them."""
@@ -106,6 +106,7 @@ def _select_kernel(
     cache,
     scores,
     stats,
+    cosines,
     arrivals,
     block_table,
     seats,
@@ -140,6 +141,7 @@ def _select_kernel(
     DRAFTED: tl.constexpr,  # whether records that grow may have drafts
     RANK: tl.constexpr,
     POOLING: tl.constexpr,
+    OUTLIERS: tl.constexpr,  # their share of what is selected
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -226,11 +228,12 @@ def _select_kernel(
         entries = tl.cdiv(length, ENTRY)
     scores += pair.to(tl.int64) * (GROUP * score_stride)
     stats += pair.to(tl.int64) * (programs * 2 * GROUP)
+    cosines += pair.to(tl.int64) * (2 * score_stride)
     if selects != 0:
         score_entries(
-            asked, records, cache, of_row, head, length, entries, scores, stats, scale_log2,
-            score_stride, kv_heads, KIND, RECORD, DRAFTED, RANK, GROUP, HEAD_SIZE, PAGE, ENTRY,
-            DIMS, MEMBERS, TILE, STAGES,
+            asked, records, cache, of_row, head, length, entries, scores, stats, cosines,
+            scale_log2, score_stride, kv_heads, KIND, RECORD, DRAFTED, OUTLIERS > 0, RANK, GROUP,
+            HEAD_SIZE, PAGE, ENTRY, DIMS, MEMBERS, TILE, STAGES,
         )  # fmt: skip
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") != programs - 1:
@@ -252,11 +255,19 @@ def _select_kernel(
     tiles = 1
     if TILES > 1:
         tiles = tl.cdiv(pages, PAGES)
+    if OUTLIERS > 0:
+        bar, last = find_bar(
+            cosines, cosines + score_stride, entries, sink, end, outlier_units(select, OUTLIERS),
+            tiles, PARTS, PAGES, TILES, WIDTH,
+        )  # fmt: skip
     for tile in tl.range(tiles):
         page = tile * PAGES + tl.arange(0, PAGES)
         pooled = pool_pages(
             scores, stats, page, entries, programs, score_stride, GROUP, PARTS, STATS, POOLING
         )
+        if OUTLIERS > 0:
+            outlier = is_outlier(cosines, page, entries, bar, last, PARTS)
+            pooled = tl.where(outlier, float("inf"), pooled)
         best, rank = find_best(pooled, (page >= sink) & (page < end), select)
         tl.debug_barrier()
         if TILES == 1:
@@ -363,6 +374,8 @@ def _launch(
     most = max(triton.next_power_of_2(pages), 16)
     lists = selection.chosen.flatten(0, 1) if plan is None else plan.lists
     width = max(triton.next_power_of_2(lists.shape[1]), 16)
+    if chooser.outliers and most > tile_pages:
+        tile_pages //= 2  # two rankings, which take more registers
     ranked = min(most, max(tile_pages, 4 * width))
     rank = (
         index.directions(store.head_size, store.entry_tokens) if isinstance(index, LowRank) else 0
@@ -376,12 +389,14 @@ def _launch(
     records = selection.query if index is None else elements(store)
     programs = room.stats.shape[1]
     cache = records if store.cache is None else store.cache  # read for drafts alone
+    cosines = room.scores if room.cosines is None else room.cosines
     _select_kernel[(len(rows) * store.kv_heads, 1 if index is None else programs)](
         query,
         records,
         cache,
         room.scores,
         room.stats,
+        cosines,
         room.arrivals,
         rows.block_table,
         rows.seats,
@@ -416,6 +431,7 @@ def _launch(
         DRAFTED=rows.drafts > 0,
         RANK=rank,
         POOLING=int(chooser.pooling),
+        OUTLIERS=chooser.outliers,
         POSITIONS=plan is None or plan.positions,
         GROUP=chooser.group,
         HEAD_SIZE=store.head_size,
@@ -467,13 +483,21 @@ def _check(
             raise ValueError("choosers must share a selection, and the shape of their pages")
         if chooser.rerank:
             raise ValueError("there is no kernel that scores candidates again (rerank)")
-        if chooser.outliers or chooser.remainder or chooser.pooling is Pooling.MAX_SOFTMAX:
-            raise ValueError("there is no kernel for outliers, a remainder or max_softmax")
+        if chooser.remainder:
+            raise ValueError("there is no kernel that adds up what is not selected (remainder)")
+        if chooser.outliers and not (own.index is not None and own.index.tells_outliers):
+            raise ValueError("outliers take an index that tells them")
+        if chooser.outliers and room.cosines is None:
+            raise ValueError("the plan has no room for outliers")
     if not 1 <= group <= MEMBERS:
         raise ValueError(f"{group} query heads per KV head: 1 to {MEMBERS} are supported")
     pairs = len(rows) * kv_heads
     _check_lists(pairs, torch.float32, scores=room.scores, stats=room.stats)
     _check_lists(pairs, torch.int32, arrivals=room.arrivals)
+    if room.cosines is not None:
+        _check_lists(pairs, torch.float32, cosines=room.cosines)
+        if room.cosines.shape[1:] != (2, room.scores.shape[2]):
+            raise ValueError("plan.cosines must have two rows of as many entries as scores")
     if room.scores.shape[1] != group or room.stats.shape[2:] != (2, group):
         raise ValueError(f"the plan is not for groups of {group} query heads")
     if room.scores.shape[2] > MOST_PAGES * max(own.store.parts for own in choosers):

@@ -172,9 +172,7 @@ class ScoredMethod(Method):
             Need.STALE_TOKENS: self.per_token and self.speculates,
             Need.REMAINDER: self.remainder > 0,
             Need.RERANK: self.rerank > 0,
-            Need.OUTLIERS: self.outliers > 0,
             Need.LONG_ENTRIES: self.entry_pages > 1,
-            Need.HIGHEST: self.pooling is Pooling.MAX_SOFTMAX,
         }
         return super().needs | {need for need, there in present.items() if there}
 
