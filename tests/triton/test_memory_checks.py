@@ -48,7 +48,10 @@ RECALL = {
 }
 RACING = {
     "decode": (DECODE, ["partial_out"]),
-    "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
+    "resolve": (
+        RESOLVE | {"in_place": True},
+        ["slot_lists", "slot_lists", "targets", "targets"],
+    ),
     "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }
 """What races without each of the barriers of a kernel, in their order."""
