@@ -140,7 +140,7 @@ class NotWritten(Sound):
 
 
 class WrongSlot(Sound):
-    """A unit is recalled into the slot of the one before it."""
+    """A unit comes into the slot of the one before it."""
 
     homes = ("host",)
     layer = ("attention", "units")
@@ -150,6 +150,14 @@ class WrongSlot(Sound):
         wrong = targets.clone()
         wrong[:listed] = targets[:listed].roll(1)
         kernels.recall_units(home, slots, sources, wrong, count, **options)
+
+    def sparse_decode(self, query, slots, lists, lengths, *args, origins, **rules):
+        places = torch.arange(lists.shape[1]) * slots.shape[1] < lengths[:, None]
+        units = origins.units[: len(lists)].clone()
+        missing = places & (units >= 0)
+        units[missing] = units[missing].roll(1)
+        origins = replace(origins, units=units)
+        kernels.sparse_decode(query, slots, lists, lengths, *args, origins=origins, **rules)
 
 
 class NoRecall(Sound):

@@ -43,13 +43,10 @@ def _members_of(
 
 
 @triton.jit
-def _keep_missing(to, k, v, missing, dims, HEAD_SIZE: tl.constexpr):
-    """Write tokens that slots do not hold yet to these; most tiles have none."""
-    if tl.max(missing.to(tl.int32), 0) > 0:
-        in_head = dims < HEAD_SIZE
-        tl.store(to[None, :] + dims[:, None], k, mask=missing[None, :] & in_head[:, None])
-        to += HEAD_SIZE
-        tl.store(to[:, None] + dims[None, :], v, mask=missing[:, None] & in_head[None, :])
+def _store_if(some, to, value, mask):
+    """Store where the mask says so, in the tiles that have any such place."""
+    if some:
+        tl.store(to, value, mask=mask)
 
 
 @triton.jit
@@ -170,8 +167,11 @@ def _sparse_decode_kernel(
             origin = tl.load(origins + place, mask=valid, other=-1)
             missing = origin >= 0
             away = home + (origin.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
-            at = tl.where(missing, away, to)
+            at = tl.multiple_of(tl.where(missing, away, to), 16)
+            some = tl.max(missing.to(tl.int32), 0) > 0
         k = tl.load(at[None, :] + dims[:, None], mask=valid[None, :] & in_head[:, None], other=0.0)
+        if FAR:  # keys are stored before they are used: fewer registers are taken at once
+            _store_if(some, to[None, :] + dims[:, None], k, missing[None, :] & in_head[:, None])
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
@@ -192,7 +192,8 @@ def _sparse_decode_kernel(
             other=0.0,
         )
         if FAR:
-            _keep_missing(to, k, v, missing, dims, HEAD_SIZE)
+            of_value = to[:, None] + HEAD_SIZE + dims[None, :]
+            _store_if(some, of_value, v, missing[:, None] & in_head[None, :])
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
         best = new_best
 
@@ -308,6 +309,8 @@ def sparse_decode(
             raise ValueError(
                 f"units of {list(origins.home.shape[2:])} do not fit {list(slots.shape[1:])}"
             )
+        if (origins.home.data_ptr() | slots.data_ptr()) % 16:
+            raise ValueError("slots and origins.home must begin at multiples of 16 bytes")
         units, listed = origins.units, slot_lists.shape[1]
         check_list("origins.units", units, (max(len(units), rows), listed), torch.int32)
     if rows == 0:
