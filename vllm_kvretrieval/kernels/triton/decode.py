@@ -43,13 +43,6 @@ def _members_of(
 
 
 @triton.jit
-def _store_if(some, to, value, mask):
-    """Store where the mask says so, in the tiles that have any such place."""
-    if some:
-        tl.store(to, value, mask=mask)
-
-
-@triton.jit
 def _merge_parts(
     outs, lses, first_part, member, dims, there, mask,
     SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
@@ -168,10 +161,9 @@ def _sparse_decode_kernel(
             missing = origin >= 0
             away = home + (origin.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
             at = tl.multiple_of(tl.where(missing, away, to), 16)
-            some = tl.max(missing.to(tl.int32), 0) > 0
         k = tl.load(at[None, :] + dims[:, None], mask=valid[None, :] & in_head[:, None], other=0.0)
-        if FAR:  # keys are stored before they are used: fewer registers are taken at once
-            _store_if(some, to[None, :] + dims[:, None], k, missing[None, :] & in_head[:, None])
+        if FAR:
+            tl.store(to[None, :] + dims[:, None], k, mask=missing[None, :] & in_head[:, None])
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
@@ -193,7 +185,7 @@ def _sparse_decode_kernel(
         )
         if FAR:
             of_value = to[:, None] + HEAD_SIZE + dims[None, :]
-            _store_if(some, of_value, v, missing[:, None] & in_head[None, :])
+            tl.store(of_value, v, mask=missing[:, None] & in_head[None, :])
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
         best = new_best
 
