@@ -261,8 +261,8 @@ def sparse_decode(
 
     Each program takes ``1 / workspace.splits`` of a row's tiles; the one that finishes a row last
     merges its parts, so there is no second launch. Besides what the signature counts, ``4 * group *
-    head_size`` bytes per part are written and read again. A program has ``stages - 1`` tiles on
-    their way at once, whether they come from slots or over the bus.
+    head_size`` bytes per part are written and read again. Tiles are on their way before they are
+    used, whether they come from slots or over the bus; with five stages two of them.
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or a KV head
