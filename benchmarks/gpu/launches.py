@@ -16,7 +16,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
 )
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
@@ -68,6 +68,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")
             yield f"sparse_decode {size} {name}", partial(_decode, head_size, dtype)
+        yield f"sparse_decode far {size}", partial(_decode, head_size, far=True)
         yield f"recall_units {size}", partial(_recall, head_size)
         yield f"stage_context {size}", partial(_stage, head_size)
         for index in INDEXES:
@@ -100,11 +101,14 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         scored = partial(_decode, head_size, page=1, scored=BUDGET)
         yield f"sparse_decode tokens scored d{head_size}", scored
     yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
+    for splits in (8, 32):
+        yield f"sparse_decode of {splits} parts d{COMMON}", partial(_decode, COMMON, splits=splits)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
     for head_size in (128, 256):  # Gemma 2
         yield f"sparse_decode softcap d{head_size}", partial(_decode, head_size, softcap=50.0)
     for capacity in CAPACITIES:
         yield f"resolve C{capacity}", partial(_resolve, capacity, False)
+        yield f"resolve in place C{capacity}", partial(_resolve, capacity, False, in_place=True)
         yield f"resolve_ahead C{capacity}", partial(_resolve, capacity, True)
     yield "prepare_rows", lambda: kernels.prepare_rows(_rows(), _requests(), PAGE)
     for pages in CONTEXTS[::2]:
@@ -203,24 +207,28 @@ def _decode(
     kv_heads: int = KV_HEADS,
     *,
     page: int = PAGE,
+    splits: int = 4,
+    far: bool = False,
     sinks: bool = False,
     softcap: float = 0.0,
     scored: int = 0,
 ) -> None:
     query = torch.empty(1, kv_heads * GROUP, head_size, dtype=dtype)
     rows = {"rows": kv_heads, "group": GROUP, "head_size": head_size}
+    lists, slots = torch.empty(kv_heads, 64, dtype=torch.int32), _slots(head_size, dtype, kv_heads)
     kernels.sparse_decode(
         query,
-        _slots(head_size, dtype, kv_heads).view(-1, page, 2 * head_size),
-        torch.empty(kv_heads, 64, dtype=torch.int32),
+        slots.view(-1, page, 2 * head_size),
+        lists,
         torch.empty(kv_heads, dtype=torch.int32),
         head_size**-0.5,
         query,
         torch.empty(kv_heads, GROUP),
-        DecodeWorkspace.empty(**rows, splits=4, device="cpu"),
+        DecodeWorkspace.empty(**rows, splits=splits, device="cpu"),
         sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
         softcap=softcap,
         scores=torch.empty(kv_heads, GROUP, scored) if scored else None,
+        origins=Origins(slots[None], lists) if far else None,
     )
 
 
@@ -263,19 +271,23 @@ def _residency(capacity: int, kv_heads: int = KV_HEADS) -> Residency:
     return Residency.empty(kv_heads=kv_heads, slots=capacity, step=step, traffic=traffic)
 
 
-def _resolve(capacity: int, ahead: bool, kv_heads: int = KV_HEADS) -> None:
+def _resolve(
+    capacity: int, ahead: bool, kv_heads: int = KV_HEADS, *, in_place: bool = False
+) -> None:
     width = capacity // 2
     step = Step(MinMax(), 128, width, kv_heads=kv_heads)
     recalls = Recalls.empty(kv_heads * width, "cpu")
     lists = torch.empty(kv_heads, width, dtype=torch.int32)
-    state = _residency(capacity, kv_heads), recalls
+    residency = _residency(capacity, kv_heads)
     if ahead:
-        kernels.resolve_ahead(step.chooser.selection, _rows(), _requests(), *state, lists, PAGE)
+        of_row = step.chooser.selection, _rows(), _requests()
+        kernels.resolve_ahead(*of_row, residency, recalls, lists, PAGE)
     else:
         tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
         slots = torch.empty(kv_heads * capacity, PAGE, 2 * COMMON, dtype=torch.bfloat16)
+        missing = Origins(slots[None], lists) if in_place else recalls
         plan = step.plan(1, positions=True)
-        kernels.resolve(tokens, tokens, plan, _rows(), *state, slots, lists)
+        kernels.resolve(tokens, tokens, plan, _rows(), residency, missing, slots, lists)
 
 
 class Step:

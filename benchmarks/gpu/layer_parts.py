@@ -98,8 +98,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the step, on every layer, and the bytes that it moves once; ``bus``: over it."""
+    """One op of the step, on every layer, and the bytes that it moves once.
+
+    Attributes:
+        calls: Of the layers.
+        nbytes: Of device memory.
+        over_bus: Those that come over the bus meanwhile.
+    """
 
     calls: list[Callable[[], object]]
     nbytes: float
-    bus: bool = False
+    over_bus: float = 0

@@ -24,13 +24,13 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRequests,
     DeviceRows,
 )
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Chooser, Selection
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 
 MISSED, AHEAD = 0.04, 0.15
 """Shares of the units attended to that a step is taken to miss, and to recall ahead."""
-BUDGETS, MISSED_PROGRAMS, AHEAD_PROGRAMS = 2, 64, 16
+BUDGETS, AHEAD_PROGRAMS = 2, 16
 """Budgets of slots, and programs of recall, as in the engine, whose modules need vLLM."""
 
 
@@ -92,10 +92,12 @@ class LayerStep:
             )
             self.lse = torch.empty(pairs, shape.group)
             self.layers = [self._layer(number, layers) for number in range(layers)]
-        self.missed, self.early = (
-            Recalls.empty(pairs * self.budget.total, self.device) for _ in range(2)
-        )
+        self.early = Recalls.empty(pairs * self.budget.total, self.device)
         self.ahead_lists = torch.zeros_like(self.plan.lists)
+        # What lists miss, and what attention is told that they do.
+        self.found, self.drawn = (
+            Origins(pool.cache, torch.full_like(self.plan.lists, -1)) for _ in range(2)
+        )
         for layer in self.layers:
             self._settle(layer)
 
@@ -179,10 +181,8 @@ class LayerStep:
         layer.lengths.copy_(self.plan.lengths)
         if layer.residency is not None:
             layer.residency.step.add_(1)
-            self.missed.count.zero_()
             self._resolve(layer)
-            self._recall(layer, self.missed, MISSED_PROGRAMS)
-        self._attend(layer)
+        self._attend(layer, self.found)
         rows.fresh.zero_()
 
     def _write(self, layer: Layer) -> None:
@@ -203,7 +203,7 @@ class LayerStep:
     def _resolve(self, layer: Layer) -> None:
         assert layer.residency is not None
         assert layer.slots is not None
-        of_layer = layer.rows, layer.residency, self.missed, layer.slots, layer.lists
+        of_layer = layer.rows, layer.residency, self.found, layer.slots, layer.lists
         kernels.resolve(layer.key, layer.value, self.plan, *of_layer)
 
     def _resolve_ahead(self, layer: Layer) -> None:
@@ -218,17 +218,18 @@ class LayerStep:
             self.page,
         )
 
-    def _recall(self, layer: Layer, recalls: Recalls, programs: int) -> None:
+    def _recall_ahead(self, layer: Layer) -> None:
+        assert layer.slots is not None
         kernels.recall_units(
             self.pool.cache,
             layer.slots,
-            recalls.sources,
-            recalls.targets,
-            recalls.count,
-            programs=programs,
+            self.early.sources,
+            self.early.targets,
+            self.early.count,
+            programs=AHEAD_PROGRAMS,
         )
 
-    def _attend(self, layer: Layer) -> None:
+    def _attend(self, layer: Layer, origins: Origins | None = None) -> None:
         slots = layer.slots
         if slots is None:
             slots = self.pool.cache.flatten(0, 1)
@@ -241,6 +242,7 @@ class LayerStep:
             layer.out,
             self.lse,
             self.partial,
+            origins=None if layer.slots is None else origins or self.drawn,
         )
 
     def check(self) -> dict[str, float]:
@@ -326,8 +328,8 @@ class LayerStep:
     def ops_of_step(self) -> dict[str, Op]:
         """All ops, in their order, and ``step``: those of a layer together.
 
-        After :meth:`check`: what is recalled overwrites slots. No op finds anything missing, so the
-        lists of what is recalled stay as they are drawn here.
+        After :meth:`check`: what is read over the bus overwrites slots. No op finds anything
+        missing, so that is as it is drawn here.
         """
         shape, batch, far = self.shape, self.batch, self.side is not None
         index, group = self.pool.store, self.shape.group
@@ -336,46 +338,50 @@ class LayerStep:
         tokens = 2 * batch * shape.kv_heads * 2 * shape.head_size * DTYPE.itemsize
         attended = self.attended * shape.unit_bytes
         ops = {
-            "write_kv": self._op(self._write, tokens, bus=False),
+            "write_kv": self._op(self._write, tokens),
             "plan_decode": self._op(self._plan, 0),
             "select_ahead": self._op(self._select_ahead, entries * (record + 12 * group)),
         }
+        missed = 0
         if far:
+            missed, early = (
+                self._draw() * shape.unit_bytes,
+                int(self.early.count) * shape.unit_bytes,
+            )
             slots = batch * shape.kv_heads * BUDGETS * self.budget.total
             books = 16 * (slots + self.attended)
-            self._draw(self.missed, MISSED)
-            self._draw(self.early, AHEAD)
-            missed, early = (int(r.count) * shape.unit_bytes for r in (self.missed, self.early))
             ops |= {
                 "resolve": self._op(self._resolve, books + tokens),
-                "recall": self._op(self._recall_missed, missed, bus=True),
                 "resolve_ahead": self._op(self._resolve_ahead, books),
-                "recall_ahead": self._op(self._recall_early, early, bus=True),
+                "recall_ahead": self._op(self._recall_ahead, 0, early),
             }
-        ops["sparse_decode"] = self._op(self._attend, attended)
-        in_step = [op for op in ops.values() if not op.bus]
-        ops["step"] = self._op(self._step, sum(op.nbytes for op in in_step))
+        ops["sparse_decode"] = self._op(self._attend, attended, missed)
+        ops["step"] = self._op(self._step, sum(op.nbytes for op in ops.values()))
         # Last: a request for which it runs twice does not go on from its last step.
         ops["prepare_rows"] = self._op(self._prepare, 0)
         return ops
 
-    def _op(self, call: Callable[[Layer], None], nbytes: float, bus: bool = False) -> Op:
-        return Op([partial(call, layer) for layer in self.layers], nbytes, bus)
+    def _op(self, call: Callable[[Layer], None], nbytes: float, over_bus: float = 0) -> Op:
+        return Op([partial(call, layer) for layer in self.layers], nbytes, over_bus)
 
-    def _draw(self, recalls: Recalls, share: float) -> None:
-        """Let so many units be recalled, from anywhere to slots of any."""
-        count = min(math.ceil(self.attended * share), len(recalls.sources))
+    def _draw(self) -> int:
+        """Let units be recalled ahead, from anywhere to slots of any, and others be missing.
+
+        Returns:
+            How many are missing.
+        """
         units, slots = self.pool.cache.shape[0] * self.shape.kv_heads, self.layers[0].slots
         assert slots is not None
-        recalls.sources[:count] = torch.randperm(units, device=self.device)[:count].int()
-        recalls.targets[:count] = torch.randperm(len(slots), device=self.device)[:count].int()
-        recalls.count.fill_(count)
-
-    def _recall_missed(self, layer: Layer) -> None:
-        self._recall(layer, self.missed, MISSED_PROGRAMS)
-
-    def _recall_early(self, layer: Layer) -> None:
-        self._recall(layer, self.early, AHEAD_PROGRAMS)
+        count = min(math.ceil(self.attended * AHEAD), len(self.early.sources))
+        self.early.sources[:count] = torch.randperm(units, device=self.device)[:count].int()
+        self.early.targets[:count] = torch.randperm(len(slots), device=self.device)[:count].int()
+        self.early.count.fill_(count)
+        missed, lists = math.ceil(self.attended * MISSED), self.drawn.units
+        used = self.attended // len(lists)  # places of a list
+        places = torch.randperm(self.attended, device=self.device)[:missed]
+        sources = torch.randperm(units, device=self.device)[:missed].int()
+        lists[places // used, places % used] = sources
+        return missed
 
     def _prepare(self, layer: Layer) -> None:
         far = self.side is not None
@@ -392,12 +398,11 @@ class LayerStep:
             self._attend(layer)
             return
         self._resolve(layer)
-        self._recall_missed(layer)
 
         def ahead() -> None:
             self._select_ahead(layer)
             self._resolve_ahead(layer)
-            self._recall_early(layer)
+            self._recall_ahead(layer)
 
         if looks_ahead:
             self.side.submit(ahead)

@@ -14,7 +14,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,11 @@ SELECT = 4.0, 6.5
 """us of pooling and ranking few pages, and more for 4,096 by 16 warps: what threads of a program do
 some 18 times, which is to wait for each other or for a read. Guesses."""
 ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
-"""us of sparse attention beside its bytes, its share of HBM, us per `MERGED` parts that are merged:
-reads of the L2 cache that the next ones wait for. Guesses."""
-MERGED = 4
-"""Parts that the kernel merges at a time."""
+"""us of sparse attention beside its bytes, its share of HBM, us of a read of the L2 cache that the
+next one waits for, as those of parts that are merged. Guesses."""
+OF_PROGRAM = 10e9
+"""Bytes per second that a program of attention reads over the bus, with two tiles of 32 KiB on
+their way: a third of them at any time, if an answer takes 2 us. A guess."""
 FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
@@ -96,7 +97,7 @@ FIXED = {
 """us of launches that move little. Guesses."""
 RECALLS = "_recall_kernel", "_recall_encoded_kernel"
 SCORE, RECALL = 3.0, 3.0
-"""us of scores and of recall beside their bytes. Guesses."""
+"""us of scores and of recall beside their bytes, whoever recalls. Guesses."""
 
 
 def us(nbytes: float, speed: float = HBM) -> float:
@@ -233,16 +234,22 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
         case "_write_open_kernel":
             return 2 * sizes.batch * sizes.token_bytes + sizes.batch * sizes.home_bytes
         case "_recall_kernel" | "_recall_encoded_kernel":
-            share = AHEAD if launch.side else MISSED
-            return share * sizes.listed * sizes.home_bytes / shape.kv_heads
+            return recalled(launch, sizes)
     return 0
+
+
+def recalled(launch: Launch, sizes: Sizes) -> float:
+    """Bytes that a launch brings over the bus; attention those of units that no slot holds."""
+    if launch.kernel not in RECALLS and not launch.values.get("FAR"):
+        return 0
+    share = AHEAD if launch.side else MISSED
+    return share * sizes.listed * sizes.home_bytes / sizes.shape.kv_heads
 
 
 def over_the_bus(sizes: Sizes) -> float:
     """Bytes of a retrieval layer's step that cross the bus: units that are recalled, and tokens,
     which cross it as they are written, or with the rest of a page that is encoded."""
-    recalled = (one for one in launches_in(sizes) if one.kernel in RECALLS)
-    return sizes.batch * sizes.home_bytes + sum(must_move(one, sizes) for one in recalled)
+    return sizes.batch * sizes.home_bytes + sum(recalled(e, sizes) for e in launches_in(sizes))
 
 
 def _score(launch: Launch, sizes: Sizes) -> float:
@@ -274,8 +281,15 @@ def _rank(launch: Launch, sizes: Sizes) -> float:
 def _attend(launch: Launch, sizes: Sizes) -> float:
     tiles = -(-sizes.budget * sizes.config.page_size // launch.values["TILE"])
     keys = sizes.listed * 2 * sizes.shape.head_size * DTYPE.itemsize
-    parts = min(launch.values["SPLITS"], tiles)
-    return ATTEND + us(keys) / ATTEND_SHARE + MERGE * -(-parts // MERGED)
+    splits = launch.values["SPLITS"]
+    reads = -(-splits // launch.values["AT_ONCE"]) if splits > 1 else 0
+    missing = recalled(launch, sizes)
+    there = us(keys + missing) / ATTEND_SHARE  # and written
+    if missing:  # it comes meanwhile, to the programs of the heads that select before attention
+        lists = max(1, sizes.choosing(launch) * sizes.lists)
+        speed = min(BUS, OF_PROGRAM * lists * min(splits, tiles))
+        there = max(there, RECALL + us(missing, speed))
+    return ATTEND + there + MERGE * reads
 
 
 def dense_us(sizes: Sizes) -> float:
@@ -343,7 +357,6 @@ OPS = {
     ("_select_kernel", True): "select_ahead",
     ("_resolve_kernel", False): "resolve",
     ("_resolve_kernel", True): "resolve_ahead",
-    ("_recall_kernel", False): "recall",
     ("_recall_kernel", True): "recall_ahead",
     ("_sparse_decode_kernel", False): "sparse_decode",
 }
@@ -437,6 +450,25 @@ def predicted() -> dict[str, Any]:
         "results": results,
         "presets": of_presets(model, served),
         "bus": of_codecs(model),
+        "dense_layers": of_dense_layers(model, served),
+    }
+
+
+def of_dense_layers(
+    model: Model, served: Mapping[tuple[str, str], RetrievalConfig]
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step at the longest, by home and batch, by how many layers are dense."""
+    return {
+        f"{home}, batch {batch}": {
+            str(number): round(
+                model.step_us(replace(served[METHOD, home], dense_layers=number), batch, LONGEST)
+                / 1e3,
+                2,
+            )
+            for number in (1, 0)
+        }
+        for home in ("device", "host")
+        for batch in BATCHES
     }
 
 

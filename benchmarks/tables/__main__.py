@@ -53,6 +53,7 @@ KINDS: Mapping[str, Callable[[Results, Options], str]] = {
     "capacity": places.capacity,
     "certificates": certificates.certificates,
     "decode": prompts.decode,
+    "dense_layers": gpu.dense_layers,
     "disk": places.disk,
     "drafters": speculative.drafters,
     "first": steps.first,

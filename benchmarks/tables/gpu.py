@@ -69,6 +69,16 @@ def launches(results: Results, options: Options) -> str:
     return markdown(["preset", *parts, "predicted step, ms: device", "host"], rows)
 
 
+def dense_layers(results: Results, options: Options) -> str:
+    """Predicted milliseconds per decode step with a dense layer, and with none."""
+    (store,) = results.values()
+    rows = []
+    for name, found in store["dense_layers"].items():
+        home, batch = name.split(", batch ")
+        rows.append([ENGINES[home], batch, *(f"{found[number]:.1f}" for number in ("1", "0"))])
+    return markdown(["", "batch", "`dense_layers=1`, ms", "`dense_layers=0`, ms"], rows)
+
+
 def bus(results: Results, options: Options) -> str:
     """Bytes over the bus in a step of a retrieval layer: a row per preset and codec."""
     (store,) = results.values()

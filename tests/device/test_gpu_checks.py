@@ -77,7 +77,7 @@ QUICK = {
         "index never updated",
         "dropped merge",
     ),
-    "host": ("recall into a wrong slot", "tail not written"),
+    "host": ("recall into a wrong slot", "missing units not read at home", "tail not written"),
 }
 """Faults of each kind; the others are like one of these."""
 PLANTED = [

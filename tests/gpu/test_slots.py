@@ -23,14 +23,22 @@ def test_recall(head_size, page, programs):
     )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     ("capacity", "select"), [(9, 6), (128, 60), (130, 64), (512, 250), (2048, 900)]
 )
-def test_resolve(capacity, select):
+def test_resolve(capacity, select, in_place):
+    sizes = {"capacity": capacity, "select": select, "rows": 3 + (capacity > 9)}
     hits = 0.4 if capacity < 10 else 0.6
-    slot_checks.resolve(
-        "cuda", capacity=capacity, select=select, rows=3 + (capacity > 9), least_hits=hits
-    )
+    slot_checks.resolve("cuda", **sizes, least_hits=hits, in_place=in_place)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize(("splits", "queries"), [(1, 1), (4, 1), (32, 1), (4, 3)])
+def test_missing_pages_are_read_at_home(head_size, page, splits, queries):
+    sizes = {"page": page, "head_size": head_size, "splits": splits, "queries": queries}
+    slot_checks.read_in_place("cuda", lengths=[0, 1, 33, 2048, 5000, 700], kv_heads=3, **sizes)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])

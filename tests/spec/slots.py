@@ -3,7 +3,7 @@
 import torch
 
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Selection
 
 
@@ -27,7 +27,7 @@ def resolve(
     plan: DevicePlan,
     rows: DeviceRows,
     residency: Residency,
-    recalls: Recalls,
+    missing: Recalls | Origins,
     slots: torch.Tensor,
     slot_lists: torch.Tensor,
 ) -> None:
@@ -51,8 +51,14 @@ def resolve(
             pages = -(-int(plan.lengths[pair]) // page_size)
             wanted = plan.lists[pair, :pages]
             free = torch.ones_like(held[seat, head], dtype=torch.bool)
-            found = _find(wanted, row, head, free, rows, residency, recalls)
+            found = _find(wanted, head, free, seat, residency)
             slot_lists[pair, :pages] = torch.tensor([slot for slot, _ in found], dtype=torch.int32)
+            units = rows.block_table[row, wanted.long()] * held.shape[1] + head
+            if isinstance(missing, Origins):
+                missed = torch.tensor([missed for _, missed in found], dtype=torch.bool)
+                missing.units[pair, :pages] = units.where(missed, -1)
+            else:
+                _append(missing, units, found)
             residency.traffic[seat, Traffic.LOOKED_UP] += pages
             residency.traffic[seat, Traffic.MISSED] += sum(missed for _, missed in found)
 
@@ -79,7 +85,9 @@ def resolve_ahead(
         for head in range(held.shape[1]):
             wanted = selection.chosen[seat, head, : int(options[Column.SELECT])]
             free = stamp[seat, head] != residency.step
-            found = _find(wanted, row, head, free, rows, residency, recalls)
+            found = _find(wanted, head, free, seat, residency)
+            units = rows.block_table[row, wanted.long()] * held.shape[1] + head
+            _append(recalls, units, found)
             slot_lists[row * held.shape[1] + head, : len(wanted)] = torch.tensor(
                 [slot for slot, _ in found], dtype=torch.int32
             )
@@ -88,22 +96,21 @@ def resolve_ahead(
 
 def _find(
     wanted: torch.Tensor,
-    row: int,
     head: int,
     free: torch.Tensor,
-    rows: DeviceRows,
+    seat: int,
     residency: Residency,
-    recalls: Recalls,
 ) -> list[tuple[int, bool]]:
-    """The slot of every page (-1: it gets none), and whether the page was missing.
+    """The slot of every page (-1: it gets none), and whether the page was missing and got one.
 
     Args:
         wanted: [n]; pages by position.
-        row, head: The numbers of the row and of the KV head that attends to them.
+        head: The KV head that attends to them.
         free: bool [C]; what may be given away, unless it holds a page that is wanted.
-        rows, residency, recalls: See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
+        seat: The request's.
+        residency: See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.resolve`.
     """
-    seat, step = int(rows.seats[row]), int(residency.step)
+    step = int(residency.step)
     _, kv_heads, capacity = residency.held.shape
     held, stamp = residency.held[seat, head], residency.stamp[seat, head]
     first = (seat * kv_heads + head) * capacity
@@ -115,16 +122,20 @@ def _find(
     for page, slot in zip(missing, victims, strict=False):
         residency.traffic[seat, Traffic.HELD] += held[slot] < 0
         held[slot] = page
-        entry = int(recalls.count)
-        recalls.sources[entry] = rows.block_table[row, page] * kv_heads + head
-        recalls.targets[entry] = first + slot
-        recalls.count += 1
     found = []
     for page in wanted.tolist():
         slots = (held == page).nonzero()[:, 0].tolist()
         stamp[slots] = step
         found.append((first + slots[0] if slots else -1, bool(slots) and page in missing))
     return found
+
+
+def _append(recalls: Recalls, units: torch.Tensor, found: list[tuple[int, bool]]) -> None:
+    for unit, (slot, missed) in zip(units.tolist(), found, strict=True):
+        if missed:
+            entry = int(recalls.count)
+            recalls.sources[entry], recalls.targets[entry] = unit, slot
+            recalls.count += 1
 
 
 def stage_context(
@@ -157,8 +168,15 @@ def sparse_decode(
     starts: torch.Tensor | None = None,
     queries: int = 1,
     scores: torch.Tensor | None = None,
+    origins: Origins | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
+    if origins is not None:
+        for row, length in enumerate(lengths.tolist()):
+            for place, first in enumerate(range(0, length, slots.shape[1])):
+                if (unit := int(origins.units[row, place])) >= 0:
+                    there = slice(0, min(length - first, slots.shape[1]))
+                    slots[slot_lists[row, place], there] = origins.home.flatten(0, 1)[unit, there]
     group = lse.shape[1] // queries
     kv_heads = query.shape[1] // group
     for row, length in enumerate(lengths.tolist()):

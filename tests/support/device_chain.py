@@ -26,7 +26,7 @@ from vllm_kvretrieval.kernels.device import (
     DeviceRows,
     ScoreRoom,
 )
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, Selection
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
@@ -63,7 +63,7 @@ class State:
     partial: DecodeWorkspace
     residency: Residency | None = None
     slots: torch.Tensor | None = None
-    missed: Recalls | None = None
+    origins: Origins | None = None
     early: Recalls | None = None
     lists: torch.Tensor | None = None
     ahead: torch.Tensor | None = None
@@ -152,8 +152,9 @@ class Chain:
             kv_heads=self.kv_heads, slots=CAPACITY, step=step, traffic=traffic
         )
         state.slots = torch.zeros(pairs * CAPACITY, PAGE, width, dtype=DTYPE)
-        state.missed, state.early = (Recalls.empty(pairs * WIDTH, self.device) for _ in range(2))
-        state.lists, state.ahead = torch.zeros(2, pairs, WIDTH, dtype=torch.int32)
+        state.early = Recalls.empty(pairs * WIDTH, self.device)
+        state.lists, state.ahead, units = torch.zeros(3, pairs, WIDTH, dtype=torch.int32)
+        state.origins = Origins(state.home, units)
 
     def draw(self, number):
         """The inputs of the next step, in the tensors of the last one."""
@@ -182,8 +183,8 @@ class Chain:
         kernels.prepare_rows(state.rows, state.requests, PAGE, far=state.residency is not None)
         if state.residency is not None:
             state.residency.step.add_(1)
-        for recalls in filter(None, (state.missed, state.early)):
-            recalls.count.zero_()
+        if state.early is not None:
+            state.early.count.zero_()
 
     def step(self):
         """The launches that a graph holds."""
@@ -192,7 +193,7 @@ class Chain:
         write(ops, state)
         select(ops, state)
         if state.residency is not None:
-            resolve(ops, state, programs=8)
+            resolve(ops, state)
         side.submit(lambda: look_ahead(ops, state, programs=4))
         attend(ops, state)
         side.wait()
@@ -210,6 +211,8 @@ class Chain:
             self.prepare()
             before = twin(self.state)
             before.chooser.store.cache = before.home
+            if before.origins is not None:
+                before.origins = replace(before.origins, home=before.home)
             run()
             found = twin(self.state)
             specify(before, found)
@@ -236,13 +239,10 @@ def select(ops, state):
     ops.plan_decode(state.query, state.rows, state.requests, [state.chooser], state.plan)
 
 
-def resolve(ops, state, **options):
-    """What this step attends to, into slots, and its tokens."""
-    missed, of_rows = state.missed, (state.key, state.value, state.plan, state.rows)
-    ops.resolve(*of_rows, state.residency, missed, state.slots, state.lists)
-    ops.recall_units(
-        state.home, state.slots, missed.sources, missed.targets, missed.count, **options
-    )
+def resolve(ops, state):
+    """Slots for what this step attends to, and its tokens into them."""
+    of_rows = state.key, state.value, state.plan, state.rows
+    ops.resolve(*of_rows, state.residency, state.origins, state.slots, state.lists)
 
 
 def look_ahead(ops, state, **options):
@@ -262,7 +262,7 @@ def attend(ops, state):
         units, lists = state.home.flatten(0, 1), state.plan.lists
     ops.sparse_decode(
         state.query, units, lists, state.plan.lengths, state.chooser.scale, state.out, state.lse,
-        state.partial,
+        state.partial, origins=state.origins,
     )  # fmt: skip
 
 
@@ -291,6 +291,8 @@ def specify(state, found):
     if state.residency is not None:
         resolve(REFERENCE, state)
         assert torch.equal(state.lists[listed], found.lists[listed]), "slots of the lists"
+        units = [s.origins.units[listed] for s in (state, found)]
+        assert torch.equal(*units), "units that are missing"
     attend(REFERENCE, state)
     rows = lengths.view(SEATS, -1)[:, 0] >= 0
     assert torch.equal(found.out[~rows], state.out[~rows]), "rows that are left alone"

@@ -140,7 +140,7 @@ class NotWritten(Sound):
 
 
 class WrongSlot(Sound):
-    """A unit is recalled into the slot of the one before it."""
+    """A unit comes into the slot of the one before it."""
 
     homes = ("host",)
     layer = ("attention", "units")
@@ -151,9 +151,17 @@ class WrongSlot(Sound):
         wrong[:listed] = targets[:listed].roll(1)
         kernels.recall_units(home, slots, sources, wrong, count, **options)
 
+    def sparse_decode(self, query, slots, lists, lengths, *args, origins, **rules):
+        places = torch.arange(lists.shape[1]) * slots.shape[1] < lengths[:, None]
+        units = origins.units[: len(lists)].clone()
+        missing = places & (units >= 0)
+        units[missing] = units[missing].roll(1)
+        origins = replace(origins, units=units)
+        kernels.sparse_decode(query, slots, lists, lengths, *args, origins=origins, **rules)
+
 
 class NoRecall(Sound):
-    """Slots are given to pages, which do not come."""
+    """Slots are given to pages, which do not come ahead."""
 
     homes = ("host",)
     layer = ("attention", "units")
@@ -162,15 +170,25 @@ class NoRecall(Sound):
         pass
 
 
+class NothingMissing(Sound):
+    """Attention takes slots for those of pages that are not there yet."""
+
+    homes = ("host",)
+    layer = ("attention", "units")
+
+    def sparse_decode(self, *args, origins, **rules):
+        kernels.sparse_decode(*args, **rules)
+
+
 class NoTail(Sound):
     """New tokens come to their pages at home, and not to the slots of these."""
 
     homes = ("host",)
     layer = ("attention", "units")
 
-    def resolve(self, key, value, plan, rows, residency, recalls, slots, slot_lists):
+    def resolve(self, key, value, plan, rows, residency, missing, slots, slot_lists):
         elsewhere = slots.clone()
-        kernels.resolve(key, value, plan, rows, residency, recalls, elsewhere, slot_lists)
+        kernels.resolve(key, value, plan, rows, residency, missing, elsewhere, slot_lists)
 
 
 class DraftsInRecords(Sound):
@@ -223,7 +241,8 @@ FAULTS: dict[str, type[Sound]] = {
     "dropped merge": NoMerge,
     "attention not written": NotWritten,
     "recall into a wrong slot": WrongSlot,
-    "no recall": NoRecall,
+    "no recall ahead": NoRecall,
+    "missing units not read at home": NothingMissing,
     "tail not written": NoTail,
 }
 

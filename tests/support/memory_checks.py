@@ -205,23 +205,24 @@ class Launch:
         if not len(tagged):
             return stripped
         size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
-        where, tags = _where(), np.unique(tagged >> np.uint64(_TAG))
-        passed = self._passed[int(tags[0]) - 1]
-        addresses = tagged & _ADDRESS
-        if len(tags) > 1 or not passed.holds(addresses, size):
-            raise AccessError(f"{where}: a {kind} outside of {passed.name}")
+        where, tags, addresses = _where(), tagged >> np.uint64(_TAG), tagged & _ADDRESS
+        of_tensors = [(self._passed[int(t) - 1], addresses[tags == t]) for t in np.unique(tags)]
+        for passed, own in of_tensors:
+            if not passed.holds(own, size):
+                raise AccessError(f"{where}: a {kind} outside of {passed.name}")
         if value is not None and len(np.unique(addresses)) < len(addresses):
             stored = np.broadcast_to(value.data, data.shape)[chosen].ravel()
             _, first, of = np.unique(addresses, return_index=True, return_inverse=True)
             if (stored != stored[first][of]).any():
                 self._faults.add(f"{where}: elements of a store write different values to a place")
         program, alone = self.program, data.size == 1 and kind != _LOAD
-        self._accesses.append(
-            Access(
-                kind, program.number, where, passed, data, addresses, size, alone,
-                program.barriers, program.events, program.known,
-            )
-        )  # fmt: skip
+        for passed, own in of_tensors:
+            self._accesses.append(
+                Access(
+                    kind, program.number, where, passed, data, own, size, alone,
+                    program.barriers, program.events, program.known,
+                )
+            )  # fmt: skip
         program.events += alone
         return stripped
 

@@ -5,9 +5,10 @@ import random
 import torch
 
 from tests.spec import slots as reference
+from tests.support import triton_checks
 from vllm_kvretrieval.kernels import triton as kernels
 from vllm_kvretrieval.kernels.device import Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import Selection
 
 PAGE = 16
@@ -19,7 +20,7 @@ class Side:
     """One implementation whose slots hold the numbers of units in place of units; new tokens go to
     slots of their own."""
 
-    def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width):
+    def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width, in_place):
         self.ops = ops
         step = torch.zeros(1, dtype=torch.int32, device=device)
         traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
@@ -32,19 +33,28 @@ class Side:
         self.written = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self.lists = torch.full((rows * kv_heads, width), -7, dtype=torch.int32, device=device)
         self.recalls = Recalls.empty(rows * kv_heads * width, device)
+        self.units = torch.full_like(self.lists, -7)
+        self.missing = Origins(self.slots, self.units) if in_place else self.recalls
 
     def recall(self):
         """Copy what is listed, and return it."""
         count = int(self.recalls.count)
-        targets, sources = self.recalls.targets[:count], self.recalls.sources[:count]
-        assert len(targets.unique()) == count, "no slot twice"
-        self.slots[targets.long()] = sources.long()
         self.recalls.count.zero_()
+        return self._copy(self.recalls.sources[:count], self.recalls.targets[:count])
+
+    def read_in_place(self):
+        """The same of what lists miss."""
+        listed = self.units >= 0
+        return self._copy(self.units[listed], self.lists[listed])
+
+    def _copy(self, sources, targets):
+        assert len(targets.unique()) == len(targets), "no slot twice"
+        self.slots[targets.long()] = sources.long()
         return set(zip(sources.tolist(), targets.tolist(), strict=True))
 
     def state(self):
         held = self.residency.held, self.residency.stamp, self.residency.traffic
-        return *held, self.lists, self.written
+        return *held, self.lists, self.units, self.written
 
 
 class Contexts:
@@ -144,6 +154,7 @@ def resolve(
     steps=12,
     seed=0,
     least_hits=0.6,
+    in_place=False,
 ):
     """Step for step what the specification does; and slots hold what is said to be in them."""
     seats, width = rows + 1, SINK + WINDOW + select + -(-drafts // PAGE)
@@ -153,10 +164,8 @@ def resolve(
         rows=rows, kv_heads=kv_heads, group=1, entries=1, width=width, programs=1, device="cpu",
         positions=True,
     )  # fmt: skip
-    sides = [
-        Side(reference, "cpu", seats=seats, capacity=capacity, width=width, **shape),
-        Side(kernels, device, seats=seats, capacity=capacity, width=width, **shape),
-    ]
+    shape |= {"seats": seats, "capacity": capacity, "width": width, "in_place": in_place}
+    sides = [Side(reference, "cpu", **shape), Side(kernels, device, **shape)]
     missed = ahead = listed = 0
     for step in range(steps):
         if step in (steps // 2, steps - 4):
@@ -169,9 +178,10 @@ def resolve(
             there, in_rows, selection = moved
             side.residency.step += 1
             side.lists.fill_(-7)
-            of_step = side.residency, side.recalls, side.written, side.lists
+            side.units.fill_(-7)
+            of_step = side.residency, side.missing, side.written, side.lists
             side.ops.resolve(*tokens.to(side.slots.device).chunk(2, 1), there, in_rows, *of_step)
-            critical = side.recall()
+            critical = side.read_in_place() if in_place else side.recall()
             attended = side.lists.clone()
             check_attended(side, contexts, plan, attended)
             held = side.slots.clone()
@@ -207,6 +217,7 @@ def check_attended(side, contexts, plan, attended):
         units = contexts.rows.block_table[row, plan.lists[pair, :pages].long()] * kv_heads + head
         assert side.slots[attended[pair, :pages].long()].tolist() == units.tolist()
         assert (attended[pair, pages:] == -7).all(), "nothing else is written"
+        assert (side.units[pair, pages:] == -7).all(), "nor of what is missing"
         capacity = side.residency.held.shape[2]
         assert (attended[pair, :pages] // capacity == pair).all(), "slots of one's own"
 
@@ -216,6 +227,51 @@ def to(side, thing):
     device = side.slots.device
     moved = {k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(thing).items()}
     return type(thing)(**moved)
+
+
+def read_in_place(device, *, lengths, page, splits, kv_heads=2, group=2, head_size=48, queries=1):
+    """Slots that lack pages of a home are attended to as if they had them, and filled."""
+    torch.manual_seed(page + splits)
+    rows, width = len(lengths), -(-max(lengths) // page) + 1
+    requests = rows // kv_heads
+    row = {"dtype": torch.bfloat16, "device": device}
+    home = torch.randn(2 * rows * width, kv_heads, page, 2 * head_size, **row)
+    full = torch.randn(3 * rows * width, page, 2 * head_size, **row)
+    lists = torch.randperm(len(full), device=device)[: rows * width].int().view(rows, width)
+    units = torch.randperm(home.shape[0] * kv_heads, device=device)[: rows * width].int()
+    missing = torch.rand(rows, width, device=device) < 0.5
+    units = units.view(rows, width).where(missing, -1)
+    slots = full.clone()
+    for place, length in enumerate(lengths):
+        ends = (length - page * torch.arange(width)).clamp(0, page).tolist()
+        for unit, slot, end in zip(units[place], lists[place], ends, strict=True):
+            if unit >= 0:
+                full[slot, :end] = home.flatten(0, 1)[unit, :end]
+                slots[slot, :end] = float("nan")
+    query = torch.randn(requests * queries, kv_heads * group, head_size, **row)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
+    of_lists = lists, torch.tensor(lengths, dtype=torch.int32, device=device), head_size**-0.5
+    workspace = DecodeWorkspace.empty(
+        rows=rows, splits=splits, group=queries * group, head_size=head_size, device=device
+    )
+    results = []
+    for ops, held, origins in (
+        (kernels, full, None),
+        (kernels, slots.clone(), Origins(home, units)),
+        (reference, slots.clone(), Origins(home, units)),
+    ):
+        out, lse = torch.zeros_like(query), torch.zeros(rows, queries * group, device=device)
+        ops.sparse_decode(
+            query, held, *of_lists, out, lse, workspace, starts=starts, queries=queries,
+            origins=origins,
+        )  # fmt: skip
+        assert torch.equal(held.view(torch.int16), full.view(torch.int16)), "slots"
+        results.append((out, lse))
+    assert missing.any()
+    assert not missing.all()
+    for expected, actual in zip(results[0], results[1], strict=True):
+        assert torch.equal(expected, actual), "attention"
+    triton_checks.close(results[2], results[1], torch.bfloat16)
 
 
 def stage(device, *, kv_heads, head_size, page, programs):

@@ -71,7 +71,10 @@ RACING = {
     "dropping": (DROPS, ["(chosen|ratings|counts)", "chosen"]),
     "encoded": (ENCODED, ["buffer"]),
     "outliers": (OUTLIERS, ["cosines"]),
-    "resolve": (RESOLVE, ["slot_lists", "slot_lists", "targets"]),
+    "resolve": (
+        RESOLVE | {"in_place": True},
+        ["slot_lists", "slot_lists", "targets", "targets"],
+    ),
     "select": (IN_TILES, ["previous", "scores", "scores", "chosen"]),
 }
 """What races without each of the barriers of a kernel, in their order."""

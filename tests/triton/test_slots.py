@@ -8,10 +8,20 @@ from vllm_kvretrieval.system_limits import available_memory
 
 
 @pytest.mark.parametrize(
-    ("capacity", "select", "drafts"), [(18, 6, 0), (20, 7, 0), (64, 12, 0), (24, 6, 7)]
+    ("capacity", "select", "drafts", "in_place"),
+    [
+        (18, 6, 0, False),
+        (18, 6, 0, True),
+        (20, 7, 0, False),
+        (64, 12, 0, True),
+        (24, 6, 7, False),
+        (24, 6, 7, True),
+    ],
 )
-def test_resolve(interpreted, capacity, select, drafts):
-    interpreted(slot_checks.resolve, capacity=capacity, select=select, drafts=drafts)
+def test_resolve(interpreted, capacity, select, drafts, in_place):
+    interpreted(
+        slot_checks.resolve, capacity=capacity, select=select, drafts=drafts, in_place=in_place
+    )
 
 
 def test_no_more_slots_than_a_step_needs(interpreted):
@@ -22,6 +32,16 @@ def test_no_more_slots_than_a_step_needs(interpreted):
 @pytest.mark.parametrize(("kv_heads", "head_size", "page"), [(3, 96, 16), (2, 128, 32)])
 def test_stage_context(interpreted, kv_heads, head_size, page):
     interpreted(slot_checks.stage, kv_heads=kv_heads, head_size=head_size, page=page, programs=5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page", "splits", "drafts"),
+    [([200, 33, 0, 130], 32, 4, False), ([1, 90], 128, 1, False), ([300, 257], 16, 2, True)],
+)
+def test_missing_pages_are_read_at_home(interpreted, lengths, page, splits, drafts):
+    """Attention is that over full slots, to the last bit, and leaves them full."""
+    options = {"lengths": lengths, "page": page, "splits": splits}
+    interpreted(slot_checks.read_in_place, **options, queries=3 if drafts else 1)
 
 
 def test_far_units(interpreted):

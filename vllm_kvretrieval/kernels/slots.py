@@ -15,8 +15,12 @@ No op waits for the host: lists and their lengths are on the device, and shapes 
 op can be captured in a CUDA graph. At each step the ops of a layer run in this order::
 
     write (to the home, with its indexes), plan_decode
-    resolve, recall_units, sparse_decode          the pages that the step attends to
+    resolve, sparse_decode                        the pages that the step attends to
     select_ahead, resolve_ahead, recall_units     pages for the next step, on a side stream
+
+Pages that a step attends to and that no slot holds come over the bus as ``sparse_decode`` reads
+them, which brings them into their slots. So they come while it attends to the others. Where a home
+cannot be read in place, an op of its own brings them before.
 """
 
 from dataclasses import dataclass
@@ -125,6 +129,20 @@ class Recalls:
         return cls(sources, targets, torch.zeros(1, dtype=torch.int32, device=device))
 
 
+@dataclass(frozen=True)
+class Origins:
+    """Where attention has to read the pages of its lists that no slot holds yet.
+
+    Attributes:
+        home: [pages, kv_heads, page, 2 * head_size].
+        units: int32 [>= N, W]; by the places of pages in lists, as far as these reach: the unit of
+            the home, or a negative number where the slot holds it.
+    """
+
+    home: torch.Tensor
+    units: torch.Tensor
+
+
 class SlotOps(Protocol):
     """One implementation of the ops."""
 
@@ -161,7 +179,7 @@ class SlotOps(Protocol):
         plan: DevicePlan,
         rows: DeviceRows,
         residency: Residency,
-        recalls: Recalls,
+        missing: Recalls | Origins,
         slots: torch.Tensor,
         slot_lists: torch.Tensor,
     ) -> None:
@@ -170,8 +188,8 @@ class SlotOps(Protocol):
         A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
         the slot that was not used for the longest time; of equal slots the first. Missing pages, in
         the order of the list, go to these slots in their order, and have to be recalled before
-        attention. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a chooser
-        are left alone.
+        attention, or by it. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a
+        chooser are left alone.
 
         New keys and values of a row, those of drafts among them, go to the slots that hold the
         pages of its tokens, as far as there were any; recall brings them with other pages. Bytes
@@ -184,7 +202,7 @@ class SlotOps(Protocol):
             plan: A plan with positions, and lists of at most ``C`` pages.
             rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
             residency: The contents of the layer's slots; written.
-            recalls: Missing units are appended.
+            missing: Missing units are appended to recalls, or written to ``Origins.units``.
             slots: [S * kv_heads * C, page, 2 * head_size], written.
             slot_lists: int32 [>= N, W]; written as far as the lists reach.
         """
@@ -258,17 +276,19 @@ class SlotOps(Protocol):
         starts: torch.Tensor | None = None,
         queries: int = 1,
         scores: torch.Tensor | None = None,
+        origins: Origins | None = None,
     ) -> None:
         """Attention of the queries of requests to the slots that each KV head lists.
 
         Every (request, KV head) pair is a row with a list of its own; ``R = B * kv_heads`` rows.
         The last query of a row attends to the first ``lengths[r]`` tokens of its slots, one slot
         after the other, and the query before it to one token less. Bytes moved: ``2 * head_size``
-        elements of slots per token of a list, whatever the number of its queries.
+        elements of slots per token of a list, whatever the number of its queries; with ``origins``
+        those of missing pages over the bus instead, and once more as they are written.
 
         Args:
             query: [tokens, kv_heads * group, head_size]; tokens may be strided.
-            slots: [slots, page, 2 * head_size], same dtype.
+            slots: [slots, page, 2 * head_size], same dtype; with ``origins`` written.
             slot_lists: int32 [R, width]; entries beyond a row's length are not read.
             lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0, and the
                 log-sum-exp is the sink's, or -inf. Negative: both stay as they are.
@@ -287,5 +307,8 @@ class SlotOps(Protocol):
             scores: float32 [R, group, most], contiguous, written: the scaled scores of the first
                 ``most`` tokens of each list, after ``softcap``; with ``lse`` they say what part of
                 the attention a token gets. Only rows of one query have them; None: nobody asks.
+            origins: Where pages are that slots do not hold yet; their tokens are written to these,
+                as far as a row's length reaches. No two lists may name such a slot. None: slots
+                hold all pages.
         """
         ...

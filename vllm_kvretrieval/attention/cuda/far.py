@@ -12,11 +12,12 @@ from vllm_kvretrieval.attention.cuda.homes import Home
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.methods import DeviceMethod
 
 MISSED_PROGRAMS = 64
-"""The largest number of programs that recall the units that a step waits for."""
+"""The largest number of programs that recall the units that a step waits for, where attention does
+not read them in place."""
 AHEAD_PROGRAMS = 16
 """The largest number of programs that recall units for the next step while the model runs."""
 
@@ -113,6 +114,12 @@ class FarTier:
         sources, targets, early_sources, early_targets = self._units
         return Recalls(sources, targets, missed), Recalls(early_sources, early_targets, ahead)
 
+    def origins(self, home: Home) -> Origins | None:
+        """The units that a layer misses, where attention can read them in its home."""
+        if home.in_place is None:
+            return None
+        return Origins(home.in_place, self._units[0].view_as(self.slot_lists))
+
 
 class FarLayer:
     """One layer.
@@ -128,6 +135,7 @@ class FarLayer:
         self._tier, self.home, self.slots = tier, home, slots
         self._place = tier.staging.add(home)
         self._missed, self._early = tier.recalls(number)
+        self._origins = tier.origins(home)
         self._residency = Residency.empty(
             kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
         )
@@ -175,12 +183,14 @@ class FarLayer:
         for method in methods:
             method.choose(ops, query, rows, requests, plan)
         lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
-        of_layer = self._residency, self._missed, self.slots
+        of_layer = self._residency, self._origins or self._missed, self.slots
         ops.resolve(key, value, plan, rows, *of_layer, lists)
-        self._recall(self._missed, MISSED_PROGRAMS)
+        if self._origins is None:
+            self._recall(self._missed, MISSED_PROGRAMS)
         ahead = [method for method in methods if method.looks_ahead]
         if ahead:  # others attend to all that they select
             tier.side.submit(lambda: self._look_ahead(ahead, rows, requests, room))
+        rules |= {"origins": self._origins}
         ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial, **rules)
 
     def _look_ahead(

@@ -18,13 +18,14 @@ class Home(Protocol):
         unit: Tokens of a page, and elements of a token's key and value in a KV head.
         dtype: Of the elements.
         unit_bytes: Bytes of a page of a KV head that are read over the bus.
-        is_encoded: Whether nothing but the ops of this class can read it.
+        in_place: [pages, kv_heads, page_size, 2 * head_size], where attention can read units that
+            no slot holds; None: :meth:`recall` has to bring them before.
     """
 
     unit: tuple[int, int]
     dtype: torch.dtype
     unit_bytes: int
-    is_encoded: bool
+    in_place: torch.Tensor | None
 
     def write(
         self,
@@ -79,10 +80,9 @@ class RawHome:
         pages: [pages, kv_heads, page_size, 2 * head_size], in host memory as the device sees it.
     """
 
-    is_encoded = False
-
     def __init__(self, ops: Any, pages: torch.Tensor) -> None:
         self._ops, self._pages = ops, pages
+        self.in_place: torch.Tensor | None = pages
         self.unit = pages.shape[2], pages.shape[3]
         self.dtype, self.unit_bytes = pages.dtype, pages[0, 0].nbytes
 
@@ -131,7 +131,7 @@ class EncodedHome:
         store: The cache.
     """
 
-    is_encoded = True
+    in_place: torch.Tensor | None = None
 
     def __init__(self, ops: Any, store: EncodedUnits) -> None:
         self._ops, self.store = ops, store

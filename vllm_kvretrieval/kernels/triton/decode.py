@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvretrieval.kernels.slots import DecodeWorkspace
+from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins
 from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -18,8 +18,68 @@ SPLITS_PER_UNIT = 2
 """Programs per multiprocessor, where there are few lists."""
 LEAST_TILES = 4
 """Tiles of a part of the longest lists: parts of fewer cost more to merge than they save."""
-_AT_ONCE = tl.constexpr(4)
-"""Parts that are merged at a time: reads of all of them are on their way together."""
+MERGED_ELEMENTS = 8192
+"""Elements of parts that are merged at a time: reads of all of them are on their way together."""
+LEAST_MERGED = 4
+"""Parts that are merged at a time, at least."""
+
+
+@triton.jit
+def _members_of(
+    member, dims, first_head, queries,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """What the members of a tile are: one query after the other, each by its heads.
+
+    Returns:
+        Whether there is such a member; its query, and its head; whether there is an element of it,
+        and its place in a query.
+    """
+    query_of = member // HEADS
+    there = (member < GROUP) & (query_of < queries)
+    head = first_head + member % HEADS
+    mask = there[:, None] & (dims < HEAD_SIZE)[None, :]
+    return there, query_of, head, mask, head[:, None] * HEAD_SIZE + dims[None, :]
+
+
+@triton.jit
+def _merge_parts(
+    outs, lses, first_part, member, dims, there, mask,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of a row by log-sum-exp, in their order.
+
+    The first of them are read together with all log-sum-exps, before these are waited for.
+
+    Args:
+        outs, lses: float32; outputs and log-sum-exps to base 2 of all parts.
+        first_part: Number of the row's first part.
+        member, dims, there, mask: See :func:`_members_of`.
+
+    Returns:
+        float32: the highest log-sum-exps, sums of exponentials over them, and of outputs by these.
+    """
+    all_parts = (first_part + tl.arange(0, SPLITS))[:, None] * GROUP + member[None, :]
+    all_lse = tl.load(lses + all_parts, mask=there[None, :], other=0.0, cache_modifier=".cg")
+    for first in tl.static_range(0, SPLITS, AT_ONCE):
+        part = (first_part + first + tl.arange(0, AT_ONCE))[:, None] * GROUP + member[None, :]
+        result = tl.load(
+            outs + part[:, :, None] * HEAD_SIZE + dims[None, None, :],
+            mask=mask[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        lse = tl.load(lses + part, mask=there[None, :], other=0.0, cache_modifier=".cg")
+        if first == 0:
+            best = tl.max(all_lse, 0)
+            reference = tl.where(best == float("-inf"), 0.0, best)
+            total = tl.sum(tl.exp2(all_lse - reference[None, :]), 0)
+        weighted = tl.sum(result * tl.exp2(lse - reference[None, :])[:, :, None], 0)
+        if first == 0:
+            acc = weighted
+        else:
+            acc += weighted
+    return best, total, acc
 
 
 @triton.jit
@@ -36,6 +96,8 @@ def _sparse_decode_kernel(
     sinks,
     query_start,
     scored,
+    home,
+    origins,
     scale,  # of scores for exponentials to base 2; with a cap, of twice a score over the cap
     cap,  # for exponentials to base 2
     query_stride,
@@ -51,6 +113,9 @@ def _sparse_decode_kernel(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    HELD: tl.constexpr,  # members that parts are merged for, a power of two
+    AT_ONCE: tl.constexpr,
+    FAR: tl.constexpr,  # whether some pages are read from the home, and written to their slots
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     SCORED: tl.constexpr,
@@ -62,18 +127,16 @@ def _sparse_decode_kernel(
     request = (row // kv_heads).to(tl.int64)
     members = tl.arange(0, MEMBERS)
     dims = tl.arange(0, DIMS)
-    in_group = members < GROUP
     in_head = dims < HEAD_SIZE
-    query_of = members // HEADS  # one query after the other, each by its heads
     queries = 1
     if QUERIES > 1:
         first_query = tl.load(query_start + request)
         queries = tl.load(query_start + request + 1) - first_query
         request = first_query.to(tl.int64)
-        in_group = in_group & (query_of < queries)
-    head = row % kv_heads * HEADS + members % HEADS
-    head_mask = in_group[:, None] & in_head[None, :]
-    head_offsets = head[:, None] * HEAD_SIZE + dims[None, :]
+    first_head = row % kv_heads * HEADS
+    in_group, query_of, head, head_mask, head_offsets = _members_of(
+        members, dims, first_head, queries, HEADS, GROUP, HEAD_SIZE
+    )
     of_query = query + (request + query_of)[:, None] * query_stride
     q = tl.load(of_query + head_offsets, mask=head_mask, other=0.0)
 
@@ -92,15 +155,18 @@ def _sparse_decode_kernel(
     for tile in tl.range(first, last, num_stages=STAGES):
         tokens = tile * TILE + tl.arange(0, TILE)
         valid = tokens < length
-        slot = tl.load(
-            slot_lists + row.to(tl.int64) * list_stride + tokens // PAGE, mask=valid, other=0
-        )
-        starts = (slot.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
-        k = tl.load(
-            slots + starts[None, :] + dims[:, None],
-            mask=valid[None, :] & in_head[:, None],
-            other=0.0,
-        )
+        place = row.to(tl.int64) * list_stride + tokens // PAGE
+        slot = tl.load(slot_lists + place, mask=valid, other=0).to(tl.int64)
+        to = slots + (slot * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
+        at = to
+        if FAR:
+            origin = tl.load(origins + place, mask=valid, other=-1)
+            missing = origin >= 0
+            away = home + (origin.to(tl.int64) * PAGE + tokens % PAGE) * (2 * HEAD_SIZE)
+            at = tl.multiple_of(tl.where(missing, away, to), 16)
+        k = tl.load(at[None, :] + dims[:, None], mask=valid[None, :] & in_head[:, None], other=0.0)
+        if FAR:
+            tl.store(to[None, :] + dims[:, None], k, mask=missing[None, :] & in_head[:, None])
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
@@ -121,10 +187,13 @@ def _sparse_decode_kernel(
         weights = tl.exp2(scores - base[:, None])
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(
-            slots + starts[:, None] + HEAD_SIZE + dims[None, :],
+            at[:, None] + HEAD_SIZE + dims[None, :],
             mask=valid[:, None] & in_head[None, :],
             other=0.0,
         )
+        if FAR:
+            of_value = to[:, None] + HEAD_SIZE + dims[None, :]
+            tl.store(of_value, v, mask=missing[:, None] & in_head[None, :])
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
         best = new_best
 
@@ -138,29 +207,14 @@ def _sparse_decode_kernel(
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.store(arrivals + row, 0)
-        other = tl.arange(0, SPLITS)
-        partial = (row * SPLITS + other).to(tl.int64)[:, None] * GROUP + members[None, :]
-        part_lse = tl.load(
-            partial_lse + partial, mask=in_group[None, :], other=0.0, cache_modifier=".cg"
+        members = tl.arange(0, HELD)
+        in_group, query_of, head, head_mask, head_offsets = _members_of(
+            members, dims, first_head, queries, HEADS, GROUP, HEAD_SIZE
         )
-        best = tl.max(part_lse, 0)
-        reference = tl.where(best == float("-inf"), 0.0, best)
-        total = tl.sum(tl.exp2(part_lse - reference[None, :]), 0)
-        acc = tl.zeros([MEMBERS, DIMS], tl.float32)
-        AT_ONCE: tl.constexpr = min(SPLITS, _AT_ONCE)
-        for first_part in tl.static_range(0, SPLITS, AT_ONCE):
-            other = first_part + tl.arange(0, AT_ONCE)
-            partial = (row * SPLITS + other).to(tl.int64)[:, None] * GROUP + members[None, :]
-            part_lse = tl.load(
-                partial_lse + partial, mask=in_group[None, :], other=0.0, cache_modifier=".cg"
-            )
-            part = tl.load(
-                partial_out + partial[:, :, None] * HEAD_SIZE + dims[None, None, :],
-                mask=head_mask[None, :, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc += tl.sum(part * tl.exp2(part_lse - reference[None, :])[:, :, None], 0)
+        best, total, acc = _merge_parts(
+            partial_out, partial_lse, row.to(tl.int64) * SPLITS, members, dims, in_group,
+            head_mask, SPLITS, AT_ONCE, GROUP, HEAD_SIZE,
+        )  # fmt: skip
     if SINKS:  # a score without a value
         sink = tl.load(sinks + head, mask=in_group, other=0.0).to(tl.float32)
         sink *= LOG2_E
@@ -207,6 +261,7 @@ def sparse_decode(
     starts: torch.Tensor | None = None,
     queries: int = 1,
     scores: torch.Tensor | None = None,
+    origins: Origins | None = None,
     tile_elements: int = TILE_ELEMENTS,
     stages: int = 5,
     warps: int = 4,
@@ -215,7 +270,8 @@ def sparse_decode(
 
     Each program takes ``1 / workspace.splits`` of a row's tiles; the one that finishes a row last
     merges its parts, so there is no second launch. Besides what the signature counts, ``4 * group *
-    head_size`` bytes per part are written and read again.
+    head_size`` bytes per part are written and read again. Tiles are on their way before they are
+    used, whether they come from slots or over the bus; with five stages two of them.
 
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature, or a KV head
@@ -252,9 +308,21 @@ def sparse_decode(
         check_list("scores", scores, (rows, group, scores.shape[2]), torch.float32)
         if queries > 1:
             raise ValueError(f"scores are of rows of one query, and these have {queries}")
+    if origins is not None:
+        check_units("origins.home", origins.home, query.dtype)
+        if origins.home.shape[2:] != slots.shape[1:]:
+            raise ValueError(
+                f"units of {list(origins.home.shape[2:])} do not fit {list(slots.shape[1:])}"
+            )
+        if (origins.home.data_ptr() | slots.data_ptr()) % 16:
+            raise ValueError("slots and origins.home must begin at multiples of 16 bytes")
+        units, listed = origins.units, slot_lists.shape[1]
+        check_list("origins.units", units, (max(len(units), rows), listed), torch.int32)
     if rows == 0:
         return
     dims = triton.next_power_of_2(head_size)
+    held = triton.next_power_of_2(group)
+    merged = max(MERGED_ELEMENTS // (held * dims), LEAST_MERGED)
     _sparse_decode_kernel[(rows, workspace.splits)](
         query,
         slots,
@@ -268,6 +336,8 @@ def sparse_decode(
         lse if sinks is None else sinks,
         lengths if starts is None else starts,
         lse if scores is None else scores,
+        slots if origins is None else origins.home,
+        slot_lists if origins is None else origins.units,
         scale * LOG2_E.value * (2 / softcap if softcap else 1),
         softcap * LOG2_E.value,
         query.stride(0),
@@ -283,6 +353,9 @@ def sparse_decode(
         DIMS=dims,
         TILE=tile_elements // dims,
         SPLITS=workspace.splits,
+        HELD=held,
+        AT_ONCE=min(merged, workspace.splits),
+        FAR=origins is not None,
         SINKS=sinks is not None,
         CAPPED=softcap > 0,
         SCORED=scores is not None,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DevicePlan, DeviceRequests, DeviceRows
-from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.slots import Origins, Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.triton.checks import check_heads, check_list, check_units
 from vllm_kvretrieval.kernels.triton.ranking import find_highest
 from vllm_kvretrieval.kernels.types import Selection
@@ -61,6 +61,7 @@ def _resolve_kernel(
     SLOTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     AHEAD: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # whether sources are by places in lists, and targets are the same room
 ):
     pair = tl.program_id(0)
     row = pair // kv_heads
@@ -82,6 +83,9 @@ def _resolve_kernel(
         listed = tl.cdiv(tl.load(lengths + pair), PAGE)
         wanted += pair.to(tl.int64) * wanted_stride
     slot_lists += pair.to(tl.int64) * lists_stride
+    if IN_PLACE:
+        sources += pair.to(tl.int64) * lists_stride
+        targets += pair.to(tl.int64) * lists_stride
 
     slot = tl.arange(0, SLOTS)
     mine = slot < capacity
@@ -112,6 +116,8 @@ def _resolve_kernel(
     entry = tl.arange(0, WIDTH)
     in_list = entry < listed
     tl.store(slot_lists + entry, tl.full([WIDTH], -1, tl.int32), mask=in_list)
+    if IN_PLACE:
+        tl.store(sources + entry, tl.full([WIDTH], -1, tl.int32), mask=in_list)
 
     # Lists rise: every slot looks for its page by halving.
     low = tl.zeros([SLOTS], tl.int32)
@@ -139,14 +145,21 @@ def _resolve_kernel(
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
         miss = miss & (rank < missing)
         victim = find_highest(age, missing, tl.zeros([], tl.int32), tl.max(age, 0) + 1)
-        first = tl.atomic_add(recall_count, missing, sem="relaxed")
+        first = 0
+        if not IN_PLACE:
+            first = tl.atomic_add(recall_count, missing, sem="relaxed")
         to = targets + first
         tl.store(to + tl.cumsum(victim.to(tl.int32), 0) - 1, slot, mask=victim)
         tl.debug_barrier()
         goal = tl.load(to + rank, mask=miss, other=0)
         position = tl.load(wanted + entry, mask=miss, other=0)
         source = tl.load(block_table + row.to(tl.int64) * table_stride + position, mask=miss)
-        tl.store(sources + first + rank, source * kv_heads + head, mask=miss)
+        source = source * kv_heads + head
+        if IN_PLACE:
+            tl.debug_barrier()
+            tl.store(sources + entry, tl.where(miss, source, -1), mask=in_list)
+        else:
+            tl.store(sources + first + rank, source, mask=miss)
         tl.store(slot_lists + entry, goal, mask=miss)
         tl.store(held + goal, position, mask=miss)
         used = used | victim
@@ -168,7 +181,7 @@ def resolve(
     plan: DevicePlan,
     rows: DeviceRows,
     residency: Residency,
-    recalls: Recalls,
+    missing: Recalls | Origins,
     slots: torch.Tensor,
     slot_lists: torch.Tensor,
 ) -> None:
@@ -191,7 +204,7 @@ def resolve(
         raise ValueError(f"{len(slots)} slots, but {residency.held.numel()} that may hold a page")
     written = key, value, slots
     _launch(
-        plan.lists, plan.lengths, None, rows, residency, recalls, slot_lists, page_size, written
+        plan.lists, plan.lengths, None, rows, residency, missing, slot_lists, page_size, written
     )
 
 
@@ -224,7 +237,7 @@ def _launch(
     table: torch.Tensor | None,
     rows: DeviceRows,
     residency: Residency,
-    recalls: Recalls,
+    missing: Recalls | Origins,
     slot_lists: torch.Tensor,
     page_size: int,
     written: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
@@ -239,9 +252,16 @@ def _launch(
         check_list(name, tensor, (seats, kv_heads, capacity), torch.int32)
     check_list("step", residency.step, (1,), torch.int32)
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
-    check_list("sources", recalls.sources, (len(recalls.sources),), torch.int32)
-    check_list("targets", recalls.targets, (len(recalls.sources),), torch.int32)
-    check_list("count", recalls.count, (1,), torch.int32)
+    if isinstance(missing, Origins):
+        sources = targets = missing.units
+        count, room = residency.step, len(sources) * width  # the count is not read
+        check_list("origins.units", sources, (len(sources), slot_lists.stride(0)), torch.int32)
+    else:
+        sources, targets, count = missing.sources, missing.targets, missing.count
+        room = len(sources)
+        check_list("sources", sources, (room,), torch.int32)
+        check_list("targets", targets, (room,), torch.int32)
+        check_list("count", count, (1,), torch.int32)
     for name, tensor in (("wanted pages", wanted), ("slot_lists", slot_lists)):
         if tensor.dtype != torch.int32 or tensor.stride(1) != 1 or tensor.shape[1] < width:
             raise ValueError(
@@ -252,9 +272,9 @@ def _launch(
             f"lists of up to {width} pages need as many slots per KV head, and {MOST_SLOTS} at "
             f"most, got {capacity}"
         )
-    if min(len(recalls.sources), len(slot_lists) * width) < pairs * width:
+    if min(room, len(slot_lists) * width) < pairs * width:
         raise ValueError(
-            f"no room for {pairs} lists of {width}: {len(recalls.sources)} units to recall, "
+            f"no room for {pairs} lists of {width}: {room} units to recall, "
             f"{len(slot_lists)} lists of slots"
         )
     if pairs == 0:
@@ -276,9 +296,9 @@ def _launch(
         residency.step,
         residency.traffic,
         slot_lists,
-        recalls.sources,
-        recalls.targets,
-        recalls.count,
+        sources,
+        targets,
+        count,
         key,
         value,
         slots,
@@ -296,6 +316,7 @@ def _launch(
         SLOTS=of_program,
         ROUNDS=width.bit_length(),
         AHEAD=table is not None,
+        IN_PLACE=isinstance(missing, Origins),
         num_warps=min(max(of_program // 128, 2), 8),
         enable_fp_fusion=True,
     )
