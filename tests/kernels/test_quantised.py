@@ -7,8 +7,8 @@ import torch
 
 from tests.spec import quantised as reference
 from tests.support.isas import visited
-from vllm_kvretrieval.quantization.packing import pack, rows_of, unpack
-from vllm_kvretrieval.quantization.product import multiply
+from vllm_kvretrieval.quantization.packing import pack, unpack
+from vllm_kvretrieval.quantization.product import multiply, rows_of
 from vllm_kvretrieval.quantization.rounding import GROUP_OF_8, rounded
 
 SHAPES = [(1, 1), (7, 40), (33, 96), (49, 290), (130, 576)]

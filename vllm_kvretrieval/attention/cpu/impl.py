@@ -181,9 +181,9 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
                 value,
                 *self._written.of(kv_cache, self.num_kv_heads),
                 slot_mapping,
-                layer.isa,  # type: ignore[arg-type]
-                layer._k_scale_float,  # type: ignore[arg-type]
-                layer._v_scale_float,  # type: ignore[arg-type]
+                layer.isa,
+                layer._k_scale_float,
+                layer._v_scale_float,
                 self.kv_cache_dtype,
             )
         for store in self.indexes:
