@@ -82,8 +82,8 @@ ATTEND, ATTEND_SHARE, MERGE = 4.0, 0.85, 0.45
 """us of sparse attention beside its bytes, its share of HBM, us of a read of the L2 cache that the
 next one waits for, as those of parts that are merged. Guesses."""
 OF_PROGRAM = 10e9
-"""Bytes per second that a program of attention reads over the bus, with two tiles of 32 KiB on
-their way: a third of them at any time, if an answer takes 2 us. A guess."""
+"""Bytes per second that a program of attention reads over the bus: a third of two tiles of 32 KiB
+on their way at any time, if an answer takes 2 us. A guess."""
 FIXED = {
     "_write_kernel": 2.5,
     "_build_kernel": 2.5,
