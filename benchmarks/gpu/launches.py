@@ -22,7 +22,8 @@ from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
-from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.codec import CODECS
+from vllm_kvretrieval.retrieval.codec.quantised import Quantised
 from vllm_kvretrieval.retrieval.index.base import Index
 from vllm_kvretrieval.retrieval.index.bounding import Bounding
 from vllm_kvretrieval.retrieval.index.exact import Exact
@@ -51,6 +52,8 @@ MARKED, OUTLIERS = 8, 0.158
 """Tokens of an entry of ShadowKV, and its share of outliers."""
 LONG_PAGE, CODEC = 128, "k8v4"
 """Pages and codec of TTKV."""
+QUANTISED = tuple(name for name, codec in CODECS.items() if isinstance(codec, Quantised))
+"""Codecs that have kernels."""
 OPEN_PAGES = 5
 """Of a request, that are not yet encoded."""
 DROPPING, DROPPED_SIZES, BUDGET = ("h2o", "tova", "raas"), (64, 128, 256), 2048
@@ -132,7 +135,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"plan_decode positions d{COMMON}", partial(step.select, positions=True)
     for head_size in HEAD_SIZES:
         yield from _calls_of_codec(CODEC, head_size)
-    for codec in (name for name in CODECS if name not in (CODEC, RAW)):
+    for codec in (name for name in QUANTISED if name != CODEC):
         for name, call in _calls_of_codec(codec, COMMON, PAGE):
             if not name.startswith("keep_open"):  # which encodes nothing
                 yield name, call

@@ -20,13 +20,14 @@ from typing import Any
 
 from benchmarks.common import RESULTS, result_header, write_json
 from benchmarks.gpu.counted import DENSE_HALF, DTYPE, Attention, Launch, decode_step, presets
+from benchmarks.gpu.launches import QUANTISED
 from benchmarks.gpu.layer_step import AHEAD, MISSED
 from benchmarks.models import read_config
 from vllm_kvretrieval.engine.cuda.requests import exact_below
 from vllm_kvretrieval.kernels.device import RECORD_ALIGNMENT
 from vllm_kvretrieval.kernels.triton.index import EXACT, LOW_RANK
 from vllm_kvretrieval.options.engine import RetrievalConfig
-from vllm_kvretrieval.retrieval.codec import CODECS, RAW
+from vllm_kvretrieval.retrieval.codec import RAW
 from vllm_kvretrieval.retrieval.families.scored import CORRECTION_THRESHOLD
 from vllm_kvretrieval.retrieval.needs import Need
 
@@ -477,11 +478,11 @@ def of_codecs(model: Model) -> dict[str, dict[str, dict[str, float]]]:
     longest context, their share of those without a codec, and the step."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in (METHOD, ENCODED):
-        for codec in CODECS.values():
-            config = RetrievalConfig(method=name, home="host", budget=BUDGET, codec=codec.name)
+        for codec in (RAW, *QUANTISED):
+            config = RetrievalConfig(method=name, home="host", budget=BUDGET, codec=codec)
             moved = over_the_bus(Sizes(config, 1, LONGEST, model.shape))
             of_preset = found.setdefault(name, {})
-            of_preset[codec.name] = {
+            of_preset[codec] = {
                 "bytes": round(moved),
                 "share": round(moved / of_preset.get(RAW, {"bytes": moved})["bytes"], 3),
                 "ms": round(model.step_us(config, 1, LONGEST) / 1e3, 2),

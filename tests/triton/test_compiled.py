@@ -23,7 +23,7 @@ COMMON = re.compile(r"d64\b|d96\b|d128\b|^(?!.*\bd\d)")
 """Names of launches of the head sizes that most models have, and of those that have none."""
 MOST_SPILLED = 64
 """Bytes per thread; next to nothing where it comes up."""
-SPILLING = re.compile(r"sparse_decode d16\b")
+SPILLING = re.compile(r"sparse_decode (far )?d16\b")
 SELECTING = re.compile(r"plan_decode|select")
 POOLING = re.compile(r"plan_decode|select|cut|pool")
 MULTIPLYING = re.compile(r"scores|plan_decode|select_ahead [a-z]|sparse_decode")
