@@ -119,7 +119,6 @@ def test_batch(llm, tmp_path):
 
 def test_a_bad_line_is_named(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"document": "a", "question": "b"}\n["c"]\n')
-    with pytest.raises(
-        ValueError, match=r"in.jsonl, line 2: has no texts as document"
-    ):
+    said = "in.jsonl, line 2: has no texts as document and question"
+    with pytest.raises(ValueError, match=said):
         batch.read_tasks(tmp_path / "in.jsonl")
