@@ -19,7 +19,7 @@ from tests.device.test_device_engine import (
     Served,
     prompt,
 )
-from tests.support import device_engine, device_specification
+from tests.support import device_engine, device_specification, kept_tokens
 from tests.support.engine import Request, alone, assert_same, by, difference, engine, random_llama
 
 pytestmark = pytest.mark.engine
@@ -63,20 +63,13 @@ OTHERS = {
 REQUESTS = DROPPING | OTHERS
 
 
-def kept_on_a_cpu(worker):
-    """See :func:`device_engine.kept`; after the last step, as the next one would find it."""
-    requests, prompts = worker.requests, worker.requests.kept
-    seat = next(iter(requests._seat_of.values()), requests._free[-1])
+def kept_after_the_last_step(worker):
+    """What a CPU's engine keeps, as the next step would find it."""
+    requests, seat = worker.requests, kept_tokens.last_seat(worker)
     method = int(requests.records["method"][seat])
-    if method in prompts.methods:
-        prompts.step(np.array([seat]), method, requests._context[[seat]] + 1)
-    return [
-        [
-            impl.methods[0].chooser.selection.chosen[seat, head, :count].tolist()
-            for head, count in enumerate(requests.selected[seat, heads].tolist())
-        ]
-        for impl, heads in zip(worker.retrieval_layers.values(), prompts.heads.slices, strict=True)
-    ]
+    if method in requests.kept.methods:
+        requests.kept.step(np.array([seat]), method, requests._context[[seat]] + 1)
+    return kept_tokens.on_a_cpu(worker)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +84,7 @@ def expected(model):
         return {
             name: (
                 alone(llm, request),
-                llm.collective_rpc(kept_on_a_cpu)[0],
+                llm.collective_rpc(kept_after_the_last_step)[0],
                 alone(llm, replace(request, options={"exact": True})),
             )
             for name, request in REQUESTS.items()
@@ -115,11 +108,7 @@ def test_answers_are_those_of_the_cpu(served, expected, name):
     assert served.replays() - before == REQUESTS[name].tokens - 1
     if name not in DROPPING:
         return
-    for ours, theirs in zip(served.kept(), kept, strict=True):
-        for head, other in zip(ours, theirs, strict=True):
-            assert head == sorted(head)
-            assert len(head) == len(other)
-            assert len({*head} - {*other}) <= 1, "one rating may be rounded to that of another"
+    kept_tokens.assert_same(served.kept(), kept)
     assert difference(answer, exact) > 10 * TOLERANCE
 
 

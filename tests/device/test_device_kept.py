@@ -19,7 +19,7 @@ from tests.device.test_device_engine import (
     Served,
     prompt,
 )
-from tests.support import device_engine, device_specification
+from tests.support import device_engine, device_specification, kept_tokens
 from tests.support.engine import Request, alone, assert_same, by, difference, engine, random_llama
 
 pytestmark = pytest.mark.engine
@@ -55,21 +55,6 @@ REQUESTS = {
 KEEPING = ("snapkv", "its last token alone", "entropykv", "soon", "pyramid", "pages")
 
 
-def kept_on_a_cpu(worker):
-    """See :func:`device_engine.kept`."""
-    requests = worker.requests
-    seat = next(iter(requests._seat_of.values()), requests._free[-1])
-    return [
-        [
-            impl.methods[0].chooser.selection.chosen[seat, head, :count].tolist()
-            for head, count in enumerate(requests.selected[seat, heads].tolist())
-        ]
-        for impl, heads in zip(
-            worker.retrieval_layers.values(), requests.kept.heads.slices, strict=True
-        )
-    ]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Its second layer looks wider than the others."""
@@ -85,7 +70,7 @@ def expected(model):
     """Of each request the CPU's answer, and what it keeps of the prompt."""
     with engine(model, enforce_eager=True, **STOCK, **OURS) as llm:
         return {
-            name: (alone(llm, request), llm.collective_rpc(kept_on_a_cpu)[0])
+            name: (alone(llm, request), llm.collective_rpc(kept_tokens.on_a_cpu)[0])
             for name, request in REQUESTS.items()
         }
 
@@ -107,12 +92,7 @@ def test_answers_are_those_of_the_cpu(served, expected, name):
     assert served.replays() - before == REQUESTS[name].tokens - 1
     if name not in KEEPING:
         return
-    found = served.kept()
-    assert [[*map(len, heads)] for heads in found] == [[*map(len, heads)] for heads in kept]
-    for ours, theirs in zip(found, kept, strict=True):
-        for head, other in zip(ours, theirs, strict=True):
-            assert head == sorted(head)
-            assert len({*head} - {*other}) <= 1, "one rating may be rounded to that of another"
+    kept_tokens.assert_same(served.kept(), kept)
     exact = served.drive([Request(REQUESTS[name].prompt, REQUESTS[name].tokens, {"exact": True})])
     assert difference(answer, exact[0]) > 10 * TOLERANCE
 

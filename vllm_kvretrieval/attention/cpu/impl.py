@@ -204,9 +204,8 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``; keys and values are written first."""
         scales = output_scale, output_block_scale
-        if attn_metadata is None:  # a warm-up
-            return super().forward(layer, query, key, value, kv_cache, None, output, *scales)
-        if key is not None and self.kv_sharing_target_layer_name is None:
+        written = key is not None and self.kv_sharing_target_layer_name is None
+        if written and attn_metadata is not None:  # else it is a warm-up
             slots = attn_metadata.slot_mapping
             if len(key) > len(slots):  # the rest of the batch is padding
                 key, value = key[: len(slots)], value[: len(slots)]
