@@ -29,30 +29,37 @@ def kernels(results: Results, options: Options) -> str:
             found.setdefault((row["shape"], row["dtype"]), []).append(row)
         columns.append(found)
     rows = []
-    for shape, dtype in columns[0]:
+    for shape, dtype in dict.fromkeys(key for column in columns for key in column):
         row = [SHAPES.get(shape, shape), dtype]
         for column in columns:
-            cases = column[shape, dtype]
+            cases = column.get((shape, dtype), [])
             row += [_span(case[key] for case in cases) for key in ("vllm_ns", "own_ns", "ratio")]
         rows.append(row)
     return markdown(header, rows)
 
 
 def ratios(results: Results, options: Options) -> str:
-    """How many times as fast as vLLM's our kernel reads prompts at least: a row per file."""
+    """How many times as fast as vLLM's our kernel reads prompts at least: a row per file.
+
+    vLLM's reads the same pages, where that was measured.
+    """
     rows = []
     for store in results.values():
         least: dict[str, float] = {}
         for row in store["rows"]:
             if row["chunk"] > 1:
-                least[row["dtype"]] = min(row["ratio"], least.get(row["dtype"], row["ratio"]))
-        rows.append([store["settings"]["isa"], *(f"{least[dtype]:.2f}" for dtype in DTYPES)])
+                found = row.get("ratio_in_pages", row["ratio"])
+                least[row["dtype"]] = min(found, least.get(row["dtype"], found))
+        cells = (f"{least[dtype]:.2f}" if dtype in least else "" for dtype in DTYPES)
+        rows.append([store["settings"]["isa"], *cells])
     return markdown(["kernels for", *DTYPES], rows)
 
 
 def _span(values: Iterable[float]) -> str:
-    """The least and the most of several cases."""
+    """The least and the most of several cases; nothing of none."""
     found = sorted(values)
+    if not found:
+        return ""
     least, most = f"{found[0]:.2f}", f"{found[-1]:.2f}"
     return least if least == most else f"{least} to {most}"
 

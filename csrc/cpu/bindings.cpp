@@ -42,6 +42,8 @@ nb::dict indexes() {
   return found;
 }
 
+}  // namespace
+
 void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser& chooser) {
   const kvr::Index& index = chooser.index;
   query.check("query", rows.rows, index.kv_heads * chooser.group, index.head_size,
@@ -51,7 +53,6 @@ void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser
   kvr::check_scoring(rows, index);
 }
 
-}  // namespace
 }  // namespace bindings
 }  // namespace kvr
 
@@ -273,5 +274,6 @@ NB_MODULE(_cpu, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   bind_attention(m);
+  bind_decoding(m);
   bind_recall(m);
 }

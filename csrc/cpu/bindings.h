@@ -19,6 +19,7 @@ namespace nb = nanobind;
 extern const KernelTable* active;  // the instruction set in use
 
 void bind_attention(nb::module_& m);  // bindings_attention.cpp
+void bind_decoding(nb::module_& m);   // bindings_decoding.cpp
 void bind_recall(nb::module_& m);     // bindings_recall.cpp
 
 template <class T>
@@ -61,6 +62,9 @@ struct Vectors {
             .c_str());
   }
 };
+
+// The rows, their queries and the chooser fit each other.
+void check_plan(const Vectors& query, const kvr::DecodeRows& rows, const Chooser& chooser);
 
 }  // namespace bindings
 }  // namespace kvr

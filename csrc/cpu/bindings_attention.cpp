@@ -85,16 +85,16 @@ void bind_attention(nb::module_& m) {
       nb::arg("head_size"), nb::arg("element_size"), nb::arg("target_layout"),
       nb::call_guard<nb::gil_scoped_release>());
 
-  m.def("write_token_major",
+  m.def("write_cache",
         [](uintptr_t keys, nb::tuple key_shape, nb::tuple key_strides, nb::handle key_dtype,
            uintptr_t values, nb::tuple value_shape, nb::tuple value_strides, nb::handle value_dtype,
            uintptr_t slot_mapping, int64_t num_tokens, uintptr_t cache, int64_t pages, int kv_heads,
-           int page_size, int head_size, int element_size, nb::handle torch_dtype) {
+           int page_size, int head_size, int element_size, int layout, nb::handle torch_dtype) {
           const Vectors key{keys, key_shape, key_strides, key_dtype};
           const Vectors value{values, value_shape, value_strides, value_dtype};
           key.check("key", num_tokens, kv_heads, head_size, torch_dtype);
           value.check("value", num_tokens, kv_heads, head_size, torch_dtype);
-          const kvr::RowWrite write{at<void>(keys),
+          const kvr::CacheWrite write{at<void>(keys),
                                     at<void>(values),
                                     key.stride(),
                                     value.stride(),
@@ -104,16 +104,17 @@ void bind_attention(nb::module_& m) {
                                     kv_heads,
                                     page_size,
                                     head_size,
-                                    element_size};
+                                    element_size,
+                                    static_cast<kvr::KeyLayout>(layout)};
           const nb::gil_scoped_release release;
           kvr::check_slots(write.slot_mapping, num_tokens, pages * page_size);
-          kvr::write_rows(write);
+          kvr::write_cache(write);
         },
         nb::arg("key"), nb::arg("key_shape"), nb::arg("key_strides"), nb::arg("key_dtype"),
         nb::arg("value"), nb::arg("value_shape"), nb::arg("value_strides"), nb::arg("value_dtype"),
         nb::arg("slot_mapping"), nb::arg("num_tokens"), nb::kw_only(), nb::arg("cache"),
         nb::arg("pages"), nb::arg("kv_heads"), nb::arg("page_size"), nb::arg("head_size"),
-        nb::arg("element_size"), nb::arg("torch_dtype"));
+        nb::arg("element_size"), nb::arg("layout"), nb::arg("torch_dtype"));
 
   m.def("attend",
         [](uintptr_t query_data, nb::tuple shape, nb::tuple strides, nb::handle query_dtype,

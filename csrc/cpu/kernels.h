@@ -208,16 +208,17 @@ struct KeyReading {
   float* keys;                   // out, [num_entries, entry_tokens, kv_heads, head_size]
 };
 
-// New keys and values for a token-major cache.
-struct RowWrite {
+// New keys and values for a cache.
+struct CacheWrite {
   const void *keys, *values;     // [num_tokens, kv_heads, head_size]
   int64_t key_stride, value_stride;  // elements from one token to the next
   const int64_t* slot_mapping;   // [num_tokens]; page * page_size + offset, negative = padding
   int64_t num_tokens;
-  void* cache;                   // [pages, kv_heads, page_size, 2 * head_size]
+  void* cache;                   // [pages, kv_heads, 2 * page_size * head_size]
   int32_t kv_heads, page_size, head_size, element_size;
+  KeyLayout layout;              // kAmx: elements of 2 bytes
 };
-void write_rows(const RowWrite&);
+void write_cache(const CacheWrite&);
 
 // Pages of one layer that are to be laid out as larger blocks: from kTransposed (keys [head_size,
 // tokens], then values [tokens, head_size]) to kTransposed, or from kRows to kTransposed or kAmx. In

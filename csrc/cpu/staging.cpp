@@ -73,6 +73,34 @@ void spread_rows_amx(const char* page, int tokens, int d, char* keys, char* valu
     }
 }
 
+// A token's key and value -> their places in a (page, KV head), token-major.
+void put_row(const CacheWrite& w, char* unit, int64_t t, const char* key, const char* value) {
+  const int64_t size = int64_t(w.head_size) * w.element_size;
+  std::memcpy(unit + t * 2 * size, key, size);
+  std::memcpy(unit + t * 2 * size + size, value, size);
+}
+
+// The same where keys are [head_size, page_size].
+template <class Element>
+void put_column(const CacheWrite& w, char* unit, int64_t t, const char* key, const char* value) {
+  const int64_t d = w.head_size, p = w.page_size;
+  auto* to = reinterpret_cast<Element*>(unit);
+  for (int c = 0; c < d; ++c) to[c * p + t] = reinterpret_cast<const Element*>(key)[c];
+  std::memcpy(to + d * p + t * d, value, d * sizeof(Element));
+}
+
+// The same in the layout for AMX.
+void put_words(const CacheWrite& w, char* unit, int64_t t, const char* key, const char* value) {
+  constexpr int kTogether = 16;  // tokens, and channels
+  const int64_t d = w.head_size, p = w.page_size;
+  char* const keys = unit + (t / kTogether * d / 2 * kTogether + t % kTogether) * 4;
+  for (int c = 0; c < d / 2; ++c) std::memcpy(keys + c * kTogether * 4, key + c * 4, 4);
+  auto* const values = reinterpret_cast<uint16_t*>(unit + d * p * 2) + t / 2 * 2 * kTogether + t % 2;
+  for (int c = 0; c < d; ++c)
+    values[c / kTogether * p * kTogether + c % kTogether * 2] =
+        reinterpret_cast<const uint16_t*>(value)[c];
+}
+
 // Tokens that are gathered before they are laid out: a line of a channel of 2 bytes each.
 constexpr int kPiece = 32;
 
@@ -102,21 +130,23 @@ void stage_block(const TokenStaging& s, int64_t list, int64_t first, char* to) {
 
 }  // namespace
 
-void write_rows(const RowWrite& w) {
-  const int64_t size = int64_t(w.head_size) * w.element_size;
+void write_cache(const CacheWrite& w) {
   const auto* keys = static_cast<const char*>(w.keys);
   const auto* values = static_cast<const char*>(w.values);
+  const int64_t size = int64_t(w.head_size) * w.element_size;
+  const auto put = w.layout == KeyLayout::kRows  ? put_row
+                   : w.layout == KeyLayout::kAmx ? put_words
+                   : w.element_size == 4         ? put_column<uint32_t>
+                                                 : put_column<uint16_t>;
 #pragma omp parallel for schedule(static) if (w.num_tokens * w.kv_heads > kSerialHeads)
   for (int64_t t = 0; t < w.num_tokens; ++t) {
     const int64_t slot = w.slot_mapping[t];
     if (slot < 0) continue;
-    const int64_t page = slot / w.page_size, offset = slot % w.page_size;
-    for (int64_t h = 0; h < w.kv_heads; ++h) {
-      char* row = static_cast<char*>(w.cache) +
-                  ((page * w.kv_heads + h) * w.page_size + offset) * 2 * size;
-      std::memcpy(row, keys + t * w.key_stride * w.element_size + h * size, size);
-      std::memcpy(row + size, values + t * w.value_stride * w.element_size + h * size, size);
-    }
+    const int64_t page = slot / w.page_size;
+    for (int64_t h = 0; h < w.kv_heads; ++h)
+      put(w, static_cast<char*>(w.cache) + (page * w.kv_heads + h) * w.page_size * 2 * size,
+          slot % w.page_size, keys + t * w.key_stride * w.element_size + h * size,
+          values + t * w.value_stride * w.element_size + h * size);
   }
 }
 

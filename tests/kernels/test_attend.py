@@ -257,8 +257,8 @@ def test_rows_are_written_and_staged(dtype):
     key, value = fused[:, :kv_heads], fused[:, kv_heads : 2 * kv_heads]
     slots = torch.randperm(9 * page_size)[:135]
     slots[[4, 130]] = -1
-    cpu.write_token_major(key, value, slots, written)
-    reference.write_token_major(key, value, slots, expected)
+    cpu.write_cache(key, value, slots, written, "token_major")
+    reference.write_cache(key, value, slots, expected, "token_major")
     assert torch.equal(written, expected)
     pages = torch.tensor([3, 8, 0, 1, 7, 3, 2, 2]).int()
     staged, specified_too = (torch.zeros(3, kv_heads, 128, 2 * head_size).to(dtype) for _ in "ab")
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused():
         attend([[1, 2], [0, 9]], [2, 1], lse=torch.empty(2, 6))
     key = torch.randn(2, 2, 64)
     with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
-        cpu.write_token_major(key, key, torch.tensor([0, 128]), cache)
-    with pytest.raises(ValueError, match="cache must be contiguous"):
-        cpu.write_token_major(query, query, torch.tensor([0]), cache.transpose(1, 2))
+        cpu.write_cache(key, key, torch.tensor([0, 128]), cache, "token_major")
+    with pytest.raises(ValueError, match="a contiguous cache of heads .* with strides"):
+        cpu.write_cache(query, query, torch.tensor([0]), cache.transpose(1, 2), "token_major")
     assert output.eq(0).all()

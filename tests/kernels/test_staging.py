@@ -78,7 +78,7 @@ def test_rows_become_what_vllm_writes(dtype, page_size, size):
     pages = torch.randperm(tokens // page_size).int()
     rows = torch.zeros(len(pages), HEADS, page_size, 2 * size, dtype=dtype)
     slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()
-    cpu.write_token_major(key, value, slots, rows)
+    cpu.write_cache(key, value, slots, rows, "token_major")
     in_blocks = torch.zeros(3, HEADS, BLOCK_SIZE, 2 * size, dtype=dtype)
     halves = in_blocks.view(3, HEADS, -1, size).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(tokens), isa)

@@ -38,7 +38,8 @@ def choice(dtype, **options):
         ("avx512", "vec", torch.bfloat16, True),
         ("avx512_bf16", "vec", torch.float32, False),
         ("avx512_bf16", "vec", torch.bfloat16, True),
-        ("avx512_amx", "amx", torch.bfloat16, False),
+        ("avx512_amx", "amx", torch.bfloat16, True),
+        ("avx512_bf16", "amx", torch.bfloat16, False),
         ("avx512_amx", "vec", torch.bfloat16, True),
         ("avx512_amx", "vec", torch.float32, False),
         ("portable", "vec", torch.float32, False),
@@ -49,7 +50,7 @@ def test_the_faster_kernel_is_the_default(machine, isa, layout, dtype, own):
     machine(isa, layout)
     chosen = choice(dtype)
     assert chosen.own == own
-    measured = isa != "portable" and layout != "amx"
+    measured = isa != "portable" and (layout != "amx" or isa == "avx512_amx")
     assert (
         "times the speed of vLLM's" if measured else f"not measured here ({layout}"
     ) in chosen.why
@@ -64,14 +65,16 @@ def test_the_option_decides(machine):
 
 
 def test_the_table_is_what_was_measured():
-    """An entry is the least ratio of all prompts, by instruction set and dtype."""
+    """An entry is the least ratio of all prompts, by instruction set and dtype; to vLLM's kernel
+    over the same pages where that was measured."""
     least: dict[str, dict[str, float]] = {}
     for path in RESULTS.glob("prompt-attention-*.json"):
         result = json.loads(path.read_text())
         found = least.setdefault(result["settings"]["isa"], {})
         for row in result["rows"]:
             if row["chunk"] > 1:
-                found[row["dtype"]] = min(row["ratio"], found.get(row["dtype"], row["ratio"]))
+                ratio = row.get("ratio_in_pages", row["ratio"])
+                found[row["dtype"]] = min(ratio, found.get(row["dtype"], ratio))
     assert least == refusals.RATIOS
 
 

@@ -91,14 +91,24 @@ def stage_tokens(
         first += blocks
 
 
-def write_token_major(
-    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    layout: str,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_token_major`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_cache`."""
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, cache.shape[2])
-            cache[page, :, offset] = torch.cat([key[token], value[token]], -1)
+            rows = torch.cat(tokens_of(cache[page], layout), -1)
+            rows[:, offset] = torch.cat([key[token], value[token]], -1)
+            if layout == "token_major":
+                cache[page] = rows
+            else:
+                first = torch.zeros(1, dtype=torch.int32)
+                stage_pages(rows[None], first, cache[page : page + 1], layout, token_major=True)
 
 
 def attend(

@@ -66,7 +66,7 @@ def write_kv(
     drafted: bool = False,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.write_kv`."""
-    reference.write_token_major(key, value, slot_mapping, cache)
+    reference.write_cache(key, value, slot_mapping, cache, "token_major")
     for store in indexes:
         reference.update_index(key, slot_mapping, store)
         if drafted and store.index is not None and store.index.grows:

@@ -6,7 +6,7 @@ from tests.spec.attend import (
     drop_tokens,
     stage_pages,
     stage_tokens,
-    write_token_major,
+    write_cache,
 )
 from tests.spec.context import (
     context_ratings,
@@ -14,6 +14,7 @@ from tests.spec.context import (
     list_context,
     select_context,
 )
+from tests.spec.decoding import decode_layer
 from tests.spec.recall import RecallCache, decode_units, encode_units
 from vllm_kvretrieval.kernels.reference import (
     build,
@@ -36,6 +37,7 @@ __all__ = [
     "build",
     "context_ratings",
     "context_scores",
+    "decode_layer",
     "decode_units",
     "drop_tokens",
     "encode_units",
@@ -53,5 +55,5 @@ __all__ = [
     "tokens_of",
     "update_index",
     "values_of_entries",
-    "write_token_major",
+    "write_cache",
 ]

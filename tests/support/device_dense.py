@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from tests.spec.attend import write_token_major
+from tests.spec.attend import write_cache
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Impl(AttentionImpl):
         self.logits_soft_cap, self.sinks = logits_soft_cap, sinks
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        write_token_major(key, value, slot_mapping, kv_cache)
+        write_cache(key, value, slot_mapping, kv_cache, "token_major")
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, *_, **__):
         if metadata is None:  # a step that only shows what memory it takes

@@ -151,7 +151,7 @@ class HomeWorker:
                 (mark, torch.ones_like(key), torch.ones_like(value)),
             ):
                 if impl.storage.token_major:
-                    reference.write_token_major(k, v, slots, cache)
+                    reference.write_cache(k, v, slots, cache, "token_major")
                     continue
                 pages, heads, size, width = cache.shape
                 keys, values = cache.view(pages, heads, 2 * size, width // 2).chunk(2, dim=2)

@@ -21,6 +21,7 @@ from vllm_kvretrieval.kernels.tokens import TokenRecall
 from vllm_kvretrieval.kernels.types import (
     Chooser,
     ContextSelector,
+    DecodeLayer,
     IndexRecords,
     KeptTokens,
     Merge,
@@ -31,6 +32,7 @@ __all__ = [
     "Chooser",
     "ContextSelector",
     "Contexts",
+    "DecodeLayer",
     "DecodeRows",
     "IndexRecords",
     "KeptTokens",

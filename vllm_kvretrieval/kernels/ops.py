@@ -1,11 +1,19 @@
 """The signatures of the ops."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from vllm_kvretrieval.kernels.rows import DecodeRows, PromptLists, Remainder, TokenLists
-from vllm_kvretrieval.kernels.types import Chooser, ContextSelector, IndexRecords, KeptTokens, Merge
+from vllm_kvretrieval.kernels.types import (
+    Chooser,
+    ContextSelector,
+    DecodeLayer,
+    IndexRecords,
+    KeptTokens,
+    Merge,
+)
 from vllm_kvretrieval.retrieval.codec import Codec
 from vllm_kvretrieval.retrieval.keeping import Keeping
 
@@ -206,14 +214,15 @@ class Ops(Protocol):
         """
         ...
 
-    def write_token_major(
+    def write_cache(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
         slot_mapping: torch.Tensor,
         cache: torch.Tensor,
+        layout: str,
     ) -> None:
-        """Write new tokens to a token-major cache, in which each key is followed by its value.
+        """Write new tokens to a cache.
 
         Bytes moved: keys and values once, read and written.
 
@@ -221,10 +230,11 @@ class Ops(Protocol):
             key, value: [>= T, kv_heads, head_size]; tokens may be strided.
             slot_mapping: int64 [T]; ``page * page_size + offset``, negative for padding.
             cache: [P, kv_heads, page_size, 2 * head_size], contiguous; written.
+            layout: Of the cache; see :meth:`attend`.
 
         Raises:
-            ValueError: ``key`` or ``value`` does not have the cache's shape and dtype, or a token
-                lies outside the cache. Nothing is written then.
+            ValueError: ``key`` or ``value`` does not have the cache's shape and dtype, a token lies
+                outside the cache, or the layout is not known. Nothing is written then.
         """
         ...
 
@@ -304,6 +314,45 @@ class Ops(Protocol):
                 empty or too long, or names a token that the cache does not have; or the layout is
                 not known, or is not in stretches of ``run``. Nothing is written then.
         """
+        ...
+
+    def decode_layer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        output: torch.Tensor,
+        rows: DecodeRows,
+        chooser: Chooser,
+        layer: DecodeLayer,
+    ) -> int:
+        """Write a step's keys and values, take them into indexes, select, and attend.
+
+        These are :meth:`write_cache`, :meth:`update_index` for each index of the layer,
+        :meth:`plan_decode` and :meth:`attend` over its lists, with the chooser's remainder. In
+        between there is no Python, whose code and data the weights of every layer displace from
+        near caches. Bytes moved: those of the four.
+
+        Args:
+            query: [>= R, kv_heads * group, head_size]; of the rows.
+            key, value, slot_mapping: See :meth:`write_cache`; of all tokens of the step.
+            output: [>= R, kv_heads * group, head_size], written, in the cache's dtype.
+            rows: Each has one query.
+            chooser: Selects in the layer's cache.
+            layer: The layer.
+
+        Returns:
+            Nanoseconds of :meth:`plan_decode`.
+
+        Raises:
+            ValueError: See the four ops. Nothing is written then, unless a page of a row is not in
+                the cache.
+        """
+        ...
+
+    def decodes(self, choosers: Sequence[Chooser], layer: DecodeLayer) -> bool:
+        """Whether :meth:`decode_layer` takes a layer with these choosers."""
         ...
 
     def attend_prompt(

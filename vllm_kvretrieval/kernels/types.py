@@ -182,6 +182,31 @@ class Chooser:
 
 
 @dataclass
+class DecodeLayer:
+    """A layer whose decode steps are one op.
+
+    Attributes:
+        cache: [pages, kv_heads, page_size, 2 * head_size], contiguous.
+        layout: Of the cache.
+        group: Query heads per KV head.
+        indexes: Those that take keys in as they are written.
+        scale: Softmax scale.
+        softcap: Logits become ``softcap * tanh(logit / softcap)``; 0: they stay.
+        sinks: float32 [kv_heads * group]; a further logit of every head; None: there is none.
+        handle: The view of an implementation of all this, made on first use.
+    """
+
+    cache: torch.Tensor
+    layout: str
+    group: int
+    indexes: list[IndexRecords]
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    handle: Any = field(default=None, repr=False)
+
+
+@dataclass
 class ContextSelector:
     """How a filter layer selects tokens for the layers after it (OmniKV, section 4.2).
 

@@ -213,6 +213,12 @@ class LayerMethod(Protocol):
     chooser: Chooser
 
     @property
+    def by_chooser(self) -> bool:
+        """Whether rows attend to what :meth:`Ops.plan_decode` lists by the chooser, and nothing else
+        is to be done, so that :meth:`Ops.decode_layer` can do it."""
+        ...
+
+    @property
     def source(self) -> Source | None:
         """The source of the rows' tokens, where that is not the layer's storage."""
         ...

@@ -86,6 +86,7 @@ class DroppingLayer(ScoredLayer):
         chooser: The layer's; its selection holds what is kept.
     """
 
+    by_chooser = False
     source: HeldTokens | None = None
 
     def __init__(

@@ -116,6 +116,7 @@ class FilteredLayer(ScoredLayer):
         selectors: The filter's; None: no filter is before the layer.
     """
 
+    by_chooser = False
     selectors: Selectors | None = None
 
     def choose(self, kernels: Ops, query: torch.Tensor, plan: DecodePlan) -> None:

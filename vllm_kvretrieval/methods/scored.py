@@ -108,6 +108,7 @@ class ScoredLayer:
         chunks: How it selects for chunks of prompts; None: it does not.
     """
 
+    by_chooser = True
     source: Source | None = None
 
     def __init__(self, chooser: Chooser, chunks: PageSelector | None = None) -> None:

@@ -1,4 +1,4 @@
-// The functions of machines with AMX: those of AVX-512 BF16, and for many tokens tiles.
+// The functions of machines with AMX: those of AVX-512 BF16, and for attention and many tokens tiles.
 #include "kernels.h"
 
 namespace kvr {
@@ -6,6 +6,7 @@ namespace kvr {
 extern const KernelTable table_avx512_bf16;
 
 namespace avx512_amx {
+void attend(const Attention&);                   // amx/attend.cpp
 void attend_prompt(const PromptAttention&);      // amx/attend_prompt.cpp
 void multiply_quantised(const QuantisedLayer&);  // amx/quantised.cpp
 }  // namespace avx512_amx
@@ -13,6 +14,7 @@ void multiply_quantised(const QuantisedLayer&);  // amx/quantised.cpp
 static KernelTable with_tiles() {
   KernelTable table = table_avx512_bf16;
   table.isa = "avx512_amx";
+  table.attend = avx512_amx::attend;
   table.attend_prompt = avx512_amx::attend_prompt;
   table.multiply_quantised = avx512_amx::multiply_quantised;
   return table;

@@ -25,6 +25,18 @@ struct Partial {
   bool begun;
 };
 
+// Raises a part's reference.
+inline void refer_anew(float by, Partial& part, float* values, int columns) {
+  part.reference += by;
+  if (part.begun) {
+    const float factor = std::exp2(-by);
+    for (int c = 0; c < columns; ++c) values[c] *= factor;
+    part.totals *= factor;
+    part.masses *= factor;
+  }
+  part.begun = true;
+}
+
 // The query heads of a unit, in blocks that are computed together.
 inline int heads_together(int group) {
   const int blocks = (group + kHeadBlock - 1) / kHeadBlock;
@@ -181,14 +193,7 @@ struct Heads {
       for (int i = 1; i < kWidth; ++i) top = std::max(top, tops[i]);
       if (part.begun && top <= kMostAbove) continue;
       for (int t = 0; t < kTile; ++t) x[h][t] -= top;
-      part.reference += top;
-      if (part.begun) {
-        const float factor = std::exp2(-top);
-        for (int c = 0; c < columns; ++c) values[h * columns + c] *= factor;
-        part.totals *= factor;
-        part.masses *= factor;
-      }
-      part.begun = true;
+      kvr::KVR_ISA::refer_anew(top, part, values + h * columns, columns);
     }
   }
 

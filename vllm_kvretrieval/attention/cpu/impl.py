@@ -21,6 +21,7 @@ from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.refusals import check_impl
 from vllm_kvretrieval.kernels import (
     Chooser,
+    DecodeLayer,
     IndexRecords,
     Ops,
     PromptLists,
@@ -123,6 +124,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self.storage: LayerStorage = IN_PLACE
         self.durations = Durations()
         self._written, self._reached = Halves(), Halves()
+        self._alone: DecodeLayer | None = None
 
     def attach(
         self,
@@ -163,6 +165,11 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         self._growing = [s for s in indexes if s.index is not None and s.index.grows]
         if self.kv_sharing_target_layer_name is None:
             self.indexes = indexes  # else the layer that has the cache keeps them
+            rule = self.scale, self.logits_soft_cap, self.learned_sinks
+            layout, group = choosers[0].store.layout, self.num_queries_per_kv
+            alone = DecodeLayer(kv_cache, layout, group, indexes, *rule)
+            if not self.watchers and self.kernels.decodes(choosers, alone):
+                self._alone = alone
 
     def do_kv_cache_update(
         self,
@@ -174,7 +181,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Write a step's keys and values, and take them into the page indexes."""
         if self.storage.token_major:
-            self.kernels.write_token_major(key, value, slot_mapping, kv_cache)
+            self.kernels.write_cache(key, value, slot_mapping, kv_cache, cpu.TOKEN_MAJOR)
         else:
             ops.cpu_attn_reshape_and_cache(
                 key,
@@ -203,6 +210,12 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``CPUAttentionBackendImpl.forward``; keys and values are written first."""
+        if self._alone is not None and isinstance(attn_metadata, RetrievalMetadata):
+            plan = attn_metadata.alone
+            if plan is not None and self.methods[plan.method].by_chooser:
+                slots = attn_metadata.slot_mapping
+                self._attend_alone(query, key, value, slots, output, plan, self._alone)
+                return output
         scales = output_scale, output_block_scale
         written = key is not None and self.kv_sharing_target_layer_name is None
         if written and attn_metadata is not None:  # else it is a warm-up
@@ -376,6 +389,21 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
         nowhere = torch.empty_like(query)
         self._attend(query, part, nowhere, layout, self.learned_sinks, None, weights)
         return weights
+
+    def _attend_alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        output: torch.Tensor,
+        plan: DecodePlan,
+        layer: DecodeLayer,
+    ) -> None:
+        """A step's rows of a single method, from their keys to the output, by one op."""
+        chooser = self.methods[plan.method].chooser
+        step = query, key, value, slot_mapping, output
+        self.durations.planning += self.kernels.decode_layer(*step, plan.rows, chooser, layer)
 
     def _attend_to_plan(
         self, query: torch.Tensor, output: torch.Tensor, plan: DecodePlan, method: LayerMethod

@@ -23,7 +23,7 @@ from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
 from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner, runs
 from vllm_kvretrieval.kernels import TokenLists
-from vllm_kvretrieval.methods import GroupFacts
+from vllm_kvretrieval.methods import DecodePlan, GroupFacts
 from vllm_kvretrieval.storage.base import StepContexts, Storage
 from vllm_kvretrieval.storage.memory import Memory
 
@@ -136,7 +136,21 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.loaded = loaded_pages(requests, lens, before, table, size)
         if self.drafts is not None and not requests.foreseen.now:
             metadata.drafted = self.drafts.plan(lens, before, dense.block_table)
+        metadata.alone = self._alone(metadata)
         return metadata
+
+    def _alone(self, metadata: RetrievalMetadata) -> DecodePlan | None:
+        """See :attr:`RetrievalMetadata.alone`."""
+        split, requests = metadata.split, self.requests
+        rest = metadata.loaded, metadata.drafted, metadata.observed
+        if split is None or not self.storage.in_place or any(part is not None for part in rest):
+            return None
+        if len(split.decode) != 1 or split.whole is not None or split.prefill:
+            return None
+        plan, sources = split.decode[0], None if requests is None else requests.sources
+        asked = sources is not None and len(sources.asking(plan.rows.seats.numpy())) > 0
+        single = plan.index is None and plan.rows.starts is None
+        return plan if single and not asked else None
 
     def _full(self, dense: CPUAttentionMetadata, before: np.ndarray) -> Full:
         """How the whole batch attends to whole contexts."""

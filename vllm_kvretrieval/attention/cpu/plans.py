@@ -152,6 +152,8 @@ class RetrievalMetadata(CPUAttentionMetadata):
         full: How dense layers attend, and retrieval layers whose contexts are within budget; None:
             by vLLM's kernel.
         split: How retrieval layers attend otherwise; None where they attend as dense layers do.
+        alone: The plan of all rows of the step, where retrieval layers have nothing to do but what
+            it says; None: they have.
         reads: What layers make ready; see :meth:`LayerStorage.contexts`.
         loaded: Pages whose indexes are to be built from their keys.
         drafted: Pages whose records are to be built, of indexes whose records grow.
@@ -161,6 +163,7 @@ class RetrievalMetadata(CPUAttentionMetadata):
 
     full: Full | None = None
     split: Split | None = None
+    alone: DecodePlan | None = None
     reads: Any = None
     loaded: Pages | None = None
     drafted: "DraftedPages | None" = None

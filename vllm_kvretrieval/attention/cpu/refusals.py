@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-ATTENDED = ("vec", "vec16")
-"""Layouts of vLLM's that our kernel attends to in its place. That of AMX it reads for lists of
-different lengths, and for prompts where it is asked to: vLLM's kernel reads prompts about as fast
-there, and single tokens faster (``benchmarks/results/amx-prompts.json``)."""
-
 RATIOS = {
+    "avx512_amx": {"bfloat16": 1.01},
     "avx512_bf16": {"float32": 0.98, "bfloat16": 2.0, "float16": 1.1},
     "avx512": {"float32": 0.98, "bfloat16": 1.16, "float16": 1.09},
     "avx2": {"float32": 1.99, "bfloat16": 2.04, "float16": 1.94},
@@ -36,13 +32,14 @@ RATIOS = {
 """How many times as fast as vLLM's our own kernel reads prompts, by instruction set and element.
 
 The least of what `python -m benchmarks.ops prompt-attention` found; its results are
-``benchmarks/results/prompt-attention-*.json``.
+``benchmarks/results/prompt-attention-*.json``. With AMX vLLM's reads the same pages.
 """
 
 NO_SLOWER = {"avx512_amx": "avx512_bf16"}
-"""Instruction sets whose kernels are no slower than those of another one, which were measured."""
+"""Instruction sets whose kernels are no slower than those of another one, which were measured, in
+layouts that are not for AMX."""
 
-FASTER = 1.05
+FASTER = 1.0
 """The ratio from which on our own kernel is the default."""
 
 VALUE_EXPERTS = "mova_num_experts"
@@ -67,14 +64,15 @@ class Choice(NamedTuple):
 def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int) -> Choice:
     """Whose kernel attends to whole contexts.
 
-    The option says so. Without it, ours does where it is faster, unless vLLM's uses AMX.
+    The option says so. Without it, ours does where it is faster.
     """
     if config.attention is not None:
         return Choice(config.attention == "own", f"attention={config.attention}")
     layout = layout_of(config, dtype, head_size)
     kernels, name = cpu.isa(), str(dtype).removeprefix("torch.")
-    ratio = RATIOS.get(NO_SLOWER.get(kernels, kernels), {}).get(name)
-    if layout not in ATTENDED or ratio is None:
+    measured = kernels if layout == "amx" else NO_SLOWER.get(kernels, kernels)
+    ratio = RATIOS.get(measured, {}).get(name)
+    if layout not in cpu.LAYOUTS or ratio is None:
         return Choice(False, f"ours is not measured here ({layout}, {kernels}, {name})")
     why = f"ours is measured at {ratio} times the speed of vLLM's ({kernels}, {name})"
     return Choice(ratio >= FASTER, why)
@@ -88,7 +86,7 @@ def check_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int)
             f"kv_retrieval.attention=own cannot read keys as vLLM lays them out here ({layout}); "
             "leave it out."
         )
-    if config.streaming_attention and layout not in ATTENDED:
+    if config.streaming_attention and layout not in cpu.LAYOUTS:
         raise RetrievalConfigError(
             "kv_retrieval.streaming_attention=True puts parts together that our own kernel attends "
             f"to, and here vLLM's kernel attends ({layout}); leave it out."

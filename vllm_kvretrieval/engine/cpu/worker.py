@@ -16,7 +16,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvretrieval import compat
 from vllm_kvretrieval.attention.cpu.impl import Durations, RetrievalAttentionImpl
 from vllm_kvretrieval.attention.cpu.metadata import RetrievalMetadataBuilder
-from vllm_kvretrieval.attention.cpu.refusals import ATTENDED
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging, staging_for
 from vllm_kvretrieval.attention.refusals import has_foreign_connector
 from vllm_kvretrieval.engine.connector import RetrievalConnector
@@ -231,7 +230,7 @@ class RetrievalCPUWorker(CPUWorker):
                 config.page_size,
                 group.staging,
                 self.storage if group.names else Memory(),
-                config.token_major or sinks or group.builder.isa in ATTENDED,
+                config.token_major or sinks or group.builder.isa in cpu.LAYOUTS,
                 planner.attention.own,
             )
         self._connect(layers, groups)

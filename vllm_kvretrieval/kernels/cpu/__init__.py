@@ -17,9 +17,10 @@ from vllm_kvretrieval.kernels.cpu.attention import (
     attend_prompt,
     stage_pages,
     stage_tokens,
-    write_token_major,
+    write_cache,
 )
 from vllm_kvretrieval.kernels.cpu.binding import CODINGS, INDEXES, LAYOUTS, TOKEN_MAJOR
+from vllm_kvretrieval.kernels.cpu.decoding import decode_layer, decodes
 from vllm_kvretrieval.kernels.cpu.ops import (
     drop_tokens,
     index_pages,
@@ -51,7 +52,9 @@ __all__ = [
     "TokenRecall",
     "attend",
     "attend_prompt",
+    "decode_layer",
     "decode_units",
+    "decodes",
     "drop_tokens",
     "encode_units",
     "index_pages",
@@ -66,5 +69,5 @@ __all__ = [
     "stage_tokens",
     "update_index",
     "use_isa",
-    "write_token_major",
+    "write_cache",
 ]

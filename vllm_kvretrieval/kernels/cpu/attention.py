@@ -1,7 +1,5 @@
 """Attention, and the KV cache that it reads; see :class:`vllm_kvretrieval.kernels.ops.Ops`."""
 
-import math
-
 import torch
 
 from vllm_kvretrieval import _cpu
@@ -11,6 +9,8 @@ from vllm_kvretrieval.kernels.cpu.binding import (
     MOST_TOKENS,
     TOKEN_MAJOR,
     check,
+    check_cache,
+    check_rule,
     check_starts,
     is_page,
     remainder_addresses,
@@ -106,14 +106,17 @@ def _check_staging(
         raise ValueError(f"AMX has no layout for keys in {source.dtype}")
 
 
-def write_token_major(
-    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    layout: str,
 ) -> None:
-    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_token_major`."""
+    """See :meth:`vllm_kvretrieval.kernels.ops.Ops.write_cache`."""
     pages, kv_heads, page_size, width = cache.shape
-    if not cache.is_contiguous():
-        raise ValueError(f"cache must be contiguous, its strides are {cache.stride()}")
-    _cpu.write_token_major(
+    check_cache(cache, layout)
+    _cpu.write_cache(
         *vectors(key),
         *vectors(value),
         *tokens(slot_mapping),
@@ -123,6 +126,7 @@ def write_token_major(
         page_size=page_size,
         head_size=width // 2,
         element_size=cache.element_size(),
+        layout=LAYOUTS[layout],
         torch_dtype=cache.dtype,
     )
 
@@ -154,7 +158,7 @@ def attend(
             f"{units} lengths and {len(lists.entries)} lists of entries for {heads} query heads do "
             f"not belong to {lists.kv_heads} KV heads"
         )
-    _check_cache(cache, layout)
+    check_cache(cache, layout)
     least = 1 if layout == TOKEN_MAJOR else 16
     if lists.run < least or lists.run & (lists.run - 1) or page_size % lists.run:
         raise ValueError(
@@ -175,7 +179,7 @@ def attend(
                 f"weights must be {(rows, heads)} by tokens and contiguous, got "
                 f"{tuple(weights.shape)}"
             )
-    _check_rule(scale, softcap, sinks, heads)
+    check_rule(scale, softcap, sinks, heads)
     rest_values, rest_lse = remainder_addresses(remainder, queries, heads, width // 2)
     _cpu.attend(
         *vectors(query),
@@ -234,13 +238,13 @@ def attend_prompt(
             f"of seen tokens; got {len(lists.entries)} and {len(lists.seen)}, and {heads} query "
             "heads"
         )
-    _check_cache(cache, layout)
+    check_cache(cache, layout)
     if not is_page(page_size):
         raise ValueError(
             f"pages of {page_size} tokens: powers of two from 16 to {MOST_TOKENS} can be attended "
             "to"
         )
-    _check_rule(scale, softcap, sinks, heads)
+    check_rule(scale, softcap, sinks, heads)
     if window < 0:
         raise ValueError(f"window={window} cannot be")
     if lse is not None:
@@ -273,23 +277,3 @@ def attend_prompt(
         softcap=softcap,
         sinks=0 if sinks is None else sinks.data_ptr(),
     )
-
-
-def _check_rule(scale: float, softcap: float, sinks: torch.Tensor | None, heads: int) -> None:
-    """Raise ValueError for what no logits can be made with."""
-    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf):
-        raise ValueError(f"scale={scale}, softcap={softcap} cannot be")
-    if sinks is not None:
-        check("sinks", sinks, torch.float32)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
-
-
-def _check_cache(cache: torch.Tensor, layout: str) -> None:
-    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
-    if not known or cache.shape[-1] % 32 or not cache.is_contiguous():
-        raise ValueError(
-            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
-            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
-            f"strides {cache.stride()} in {layout}"
-        )

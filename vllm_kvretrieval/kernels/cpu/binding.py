@@ -1,5 +1,7 @@
 """Tensors as the extension takes them: addresses and sizes, checked when they are bound."""
 
+import math
+
 import torch
 
 from vllm_kvretrieval import _cpu
@@ -308,4 +310,25 @@ def check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise ValueError(
             f"{name} must be {dtype} and contiguous in its last dimension, got {tensor.dtype} with "
             f"strides {tensor.stride()}"
+        )
+
+
+def check_rule(scale: float, softcap: float, sinks: torch.Tensor | None, heads: int) -> None:
+    """Raise ValueError for what no logits can be made with."""
+    if not (scale > 0 and math.isfinite(scale) and 0 <= softcap < math.inf):
+        raise ValueError(f"scale={scale}, softcap={softcap} cannot be")
+    if sinks is not None:
+        check("sinks", sinks, torch.float32)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must be {(heads,)}, got {tuple(sinks.shape)}")
+
+
+def check_cache(cache: torch.Tensor, layout: str) -> None:
+    """Raise ValueError unless attention can read the cache."""
+    known = layout in LAYOUTS and (layout != "amx" or cache.element_size() == 2)
+    if not known or cache.shape[-1] % 32 or not cache.is_contiguous():
+        raise ValueError(
+            f"a contiguous cache of heads in multiples of 16 can be attended to, in the layouts "
+            f"{[*LAYOUTS]} (amx: of 16 bits); got {tuple(cache.shape)} in {cache.dtype} with "
+            f"strides {cache.stride()} in {layout}"
         )
