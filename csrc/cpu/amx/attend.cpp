@@ -1,5 +1,6 @@
 // Attention of rows that decode, over keys and values laid out for AMX, in bfloat16: the heads of a KV head
-// are the rows of a tile, and keys and values are tiles as the cache has them.
+// are the rows of a tile, and keys and values are tiles as the cache has them. Nothing is fetched ahead: the
+// processor foresees reads of whole pages, and gains nothing by being asked.
 #include "amx/tiles.h"
 #include "decode/attending.h"
 
@@ -33,7 +34,7 @@ class AmxAdder {
                             .with(6, 7, heads, 2 * kTogether)   // weights
                             .with(7, 8, kTogether / 2, kLine));  // values
       for (int at = span.first; at < span.last; at += kBlockTokens)
-        add_block(asked + int64_t(g) * a_.head_size, g, heads, at, std::min(kBlockTokens, span.last - at), span.fetched,
+        add_block(asked + int64_t(g) * a_.head_size, g, heads, at, std::min(kBlockTokens, span.last - at),
                   values + g * columns_, parts + g);
     }
   }
@@ -45,7 +46,7 @@ class AmxAdder {
     int64_t apart;  // from the values of 16 channels to those of the next
   };
 
-  void add_block(const E* asked, int g, int heads, int first, int tokens, int fetched, float* values, Partial* parts) const {
+  void add_block(const E* asked, int g, int heads, int first, int tokens, float* values, Partial* parts) const {
     alignas(64) float logits[kTileRows][kBlockTokens];
     Group groups[kGroups];
     const int count = (tokens + kTogether - 1) / kTogether;
@@ -60,13 +61,8 @@ class AmxAdder {
     if (const int listed = tokens % kTogether; listed != 0) leave_out(listed, groups[count - 1], copy);
     // Weights are where the logits were.
     const int steps = a_.head_size / kTogether;
-    Group next[kGroups];
-    const int more = std::min((fetched - first - tokens + kTogether - 1) / kTogether, kGroups);
-    for (int i = 0; i < kGroups; ++i)
-      if (i < more) next[i] = group_of(first + tokens + i * kTogether);
-      else if (more > 0) next[i] = next[0];
     for (int c = 0; c < steps; c += kFour)
-      multiply_values(logits[0], groups, count, c, std::min(kFour, steps - c), values + c * kTogether, more > 0 ? next : nullptr);
+      multiply_values(logits[0], groups, count, c, std::min(kFour, steps - c), values + c * kTogether);
   }
 
   Group group_of(int t) const {
@@ -103,9 +99,6 @@ class AmxAdder {
     _tile_zero(3);
     for (int c = 0; c < a_.head_size; c += kChannels) {
       const int64_t at = int64_t(c) * kTogether;
-      for (int i = 0; i < kFour; ++i)
-        for (int k = 0; k < 2; ++k)
-          fetch(groups[i].values + (c / kTogether + k) * groups[i].apart, kTogether * kTogether);
       _tile_loadd(4, asked + c, row);
       _tile_loadd(5, groups[0].keys + at, kLine);
       _tile_dpbf16ps(0, 4, 5);
@@ -153,7 +146,7 @@ class AmxAdder {
   }
 
   // Adds the weighted values of groups, in some channels from 16 * c on.
-  void multiply_values(const float* weights, const Group* groups, int count, int c, int steps, float* out, const Group* next) const {
+  void multiply_values(const float* weights, const Group* groups, int count, int c, int steps, float* out) const {
     const int bytes = columns_ * sizeof(float);
     Tiles::seen();
     _tile_loadd(0, out, bytes);
@@ -164,7 +157,6 @@ class AmxAdder {
     }
     for (int i = 0; i < count; ++i) {
       const int64_t apart = groups[i].apart;
-      if (next != nullptr) fetch(next[i].keys + c * kTogether * kTogether, steps * kTogether * kTogether);
       const E* from = groups[i].values + c * apart;
       _tile_loadd(6, reinterpret_cast<const uint16_t*>(weights) + i * kTogether, kBlockTokens * sizeof(float));
       _tile_loadd(7, from, kLine);
