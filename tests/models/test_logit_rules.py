@@ -17,7 +17,7 @@ from tests.support.device_models import SHAPE
 from tests.support.engine import Request, assert_same, drive, engine, likely, prompt
 from vllm_kvretrieval.engine.cpu.refusals import check_logits
 from vllm_kvretrieval.errors import RetrievalConfigError
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels import TokenLists, cpu
 from vllm_kvretrieval.methods import watching
 
 pytestmark = pytest.mark.engine
@@ -116,6 +116,19 @@ def test_selected_pages(llm, model):
             torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
             worker.compared += 1
 
+        def decode_layer(query, key, value, slots, output, rows, chooser, layer):
+            nanoseconds = cpu.decode_layer(query, key, value, slots, output, rows, chooser, layer)
+            assert not chooser.remainder
+            size, heads = layer.cache.shape[2], layer.cache.shape[1]
+            lists = TokenLists(rows.lists, rows.lengths, size, heads)
+            expected, (softcap, sinks) = torch.empty_like(output), impl_of[layer.cache.data_ptr()]
+            rule = {"softcap": softcap, "sinks": sinks}
+            known = query, lists, layer.cache, expected, layer.layout, layer.scale
+            reference.attend(*known, **rule)
+            torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+            worker.compared += 1
+            return nanoseconds
+
         impl_of = {}
         layers = worker.vllm_config.compilation_config.static_forward_context
         for name, impl in worker.retrieval_layers.items():
@@ -125,7 +138,7 @@ def test_selected_pages(llm, model):
                 None if weight is None else weight.float(),
             )
             impl.kernels = SimpleNamespace(**vars(cpu))
-            impl.kernels.attend = attend
+            impl.kernels.attend, impl.kernels.decode_layer = attend, decode_layer
 
     llm.collective_rpc(watch)
     request = Request(prompt(700), 8, {})

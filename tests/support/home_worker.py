@@ -13,7 +13,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from tests.spec import ops as reference
-from vllm_kvretrieval.kernels import cpu
+from vllm_kvretrieval.kernels import DecodeRows, cpu
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.codec.raw import Raw
 
@@ -49,15 +49,18 @@ class HomeWorker:
         self._plans = defaultdict(list)
         for name, impl in self.retrieval_layers.items():
             impl.kernels = SimpleNamespace(**vars(cpu))
-            impl.kernels.plan_decode = self._recorded(name)
+            impl.kernels.plan_decode = self._recorded(name, cpu.plan_decode)
+            impl.kernels.decode_layer = self._recorded(name, cpu.decode_layer)
 
-    def _recorded(self, name):
-        def plan_decode(query, rows, chooser, remainder):
+    def _recorded(self, name, op):
+        def recorded(*arguments):
+            (rows,) = (given for given in arguments if isinstance(given, DecodeRows))
             rows.lists.fill_(-1)
-            cpu.plan_decode(query, rows, chooser, remainder)
+            found = op(*arguments)
             self._plans[name].append(rows.lists.flatten().tolist())
+            return found
 
-        return plan_decode
+        return recorded
 
     def plans(self):
         """The records, per layer and step."""

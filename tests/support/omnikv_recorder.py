@@ -90,13 +90,22 @@ class OmniKVRecorder:
     def _record(self, number, impl):
         write, forward, attend = impl.do_kv_cache_update, impl.forward, impl._attend_to_plan
 
-        def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
+        alone = impl._attend_alone
+
+        def note(key, value, kv_cache, slot_mapping):
             if number not in self._written:
                 slots = kv_cache.shape[0] * self.retrieval_config.page_size
                 self._written[number] = torch.zeros(2, slots, *key.shape[1:])
             count = len(slot_mapping)
             self._written[number][:, slot_mapping] = torch.stack((key, value))[:, :count].float()
+
+        def do_kv_cache_update(layer, key, value, kv_cache, slot_mapping):
+            note(key, value, kv_cache, slot_mapping)
             return write(layer, key, value, kv_cache, slot_mapping)
+
+        def attend_alone(query, key, value, slot_mapping, output, plan, layer):
+            note(key, value, layer.cache, slot_mapping)
+            alone(query, key, value, slot_mapping, output, plan, layer)
 
         def recorded_forward(layer, query, key, value, kv_cache, metadata, output, **rest):
             if metadata is not None and number in self._filters:
@@ -115,7 +124,7 @@ class OmniKVRecorder:
                     self._check(step)
 
         impl.do_kv_cache_update, impl.forward = do_kv_cache_update, recorded_forward
-        impl._attend_to_plan = attend_to_plan
+        impl._attend_to_plan, impl._attend_alone = attend_to_plan, attend_alone
 
     def _steps(self, number, impl, query, output, plan):
         size = self.retrieval_config.page_size

@@ -254,7 +254,16 @@ class RecordingWorker:
             attend(query, output, plan, method)
             self._steps += self._rows(name, query, output, plan, method.chooser, tokens)
 
+        alone = impl._attend_alone
+
+        def attend_alone(query, key, value, slot_mapping, output, plan, layer):
+            tokens.put(slot_mapping, torch.stack((key, value), 1)[: len(slot_mapping)])
+            alone(query, key, value, slot_mapping, output, plan, layer)
+            chooser = impl.methods[plan.method].chooser
+            self._steps += self._rows(name, query, output, plan, chooser, tokens)
+
         impl.do_kv_cache_update, impl._attend_to_plan = do_kv_cache_update, attend_to_plan
+        impl._attend_alone = attend_alone
 
     def _rows(self, name, query, output, plan, chooser, tokens):
         rows, heads, size = plan.rows, chooser.store.kv_heads, chooser.store.page_size

@@ -143,7 +143,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         """See :attr:`RetrievalMetadata.alone`."""
         split, requests = metadata.split, self.requests
         rest = metadata.loaded, metadata.drafted, metadata.observed
-        if split is None or not self.storage.in_place or any(part is not None for part in rest):
+        if split is None or not self.storage.at_hand or any(part is not None for part in rest):
             return None
         if len(split.decode) != 1 or split.whole is not None or split.prefill:
             return None

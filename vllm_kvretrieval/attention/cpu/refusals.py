@@ -70,7 +70,10 @@ def choose_attention(config: RetrievalConfig, dtype: torch.dtype, head_size: int
         return Choice(config.attention == "own", f"attention={config.attention}")
     layout = layout_of(config, dtype, head_size)
     kernels, name = cpu.isa(), str(dtype).removeprefix("torch.")
-    measured = kernels if layout == "amx" else NO_SLOWER.get(kernels, kernels)
+    if layout == "amx":
+        measured = kernels if kernels in NO_SLOWER else ""  # other kernels are slow there
+    else:
+        measured = NO_SLOWER.get(kernels, kernels)
     ratio = RATIOS.get(measured, {}).get(name)
     if layout not in cpu.LAYOUTS or ratio is None:
         return Choice(False, f"ours is not measured here ({layout}, {kernels}, {name})")
