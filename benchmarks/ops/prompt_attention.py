@@ -5,9 +5,10 @@
 
 The ops alone, over random queries, keys and values: a step that reads the last CHUNK tokens of a
 prompt of CONTEXT tokens. vLLM's kernel reads blocks of 128 tokens, as it does by default, and then
-the scattered pages of 32 that ours reads, as it would in our engine. A CHUNK of 1 is a decode step, with so many layers that the cache comes from
-memory; there the table has what is read per second, too, from pages and from the rows that methods
-of single tokens have, and what a plain sum of all numbers reads.
+the scattered pages of 32 that ours reads, as it would in our engine. A CHUNK of 1 is a decode step,
+with so many layers that the cache comes from memory; there the table has what is read per second,
+too, from pages and from the rows that methods of single tokens have, and what a plain sum of all
+numbers reads.
 On one thread, in processor time, medians of rounds: a shared machine is enough. It exits with 1
 where ours is slower than the machine's goal (``GOALS``, ``DECODE_GOALS``).
 """

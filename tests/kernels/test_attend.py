@@ -300,6 +300,6 @@ def test_what_does_not_fit_is_refused():
     key = torch.randn(2, 2, 64)
     with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 128, the cache has 128 tokens"):
         cpu.write_cache(key, key, torch.tensor([0, 128]), cache, "token_major")
-    with pytest.raises(ValueError, match="a contiguous cache of heads .* with strides"):
+    with pytest.raises(ValueError, match=r"a contiguous cache of heads .* with strides"):
         cpu.write_cache(query, query, torch.tensor([0]), cache.transpose(1, 2), "token_major")
     assert output.eq(0).all()

@@ -145,10 +145,10 @@ class RequestTable:
         self.prompt_reads = PromptReads()
         self.recalls = torch.zeros(capacity, 3, dtype=torch.int64)
         self._steps = torch.zeros(capacity, 6, dtype=torch.int64)  # the rest of the counts
-        self._past = torch.zeros(len(Counts._fields), dtype=torch.int64)  # of ended requests
-        self._taken = torch.zeros_like(self._past)
+        self._past = np.zeros(len(Counts._fields), np.int64)  # of ended requests
+        self._taken = np.zeros_like(self._past)
         # Context and counts of preempted requests.
-        self._preempted: dict[str, tuple[int, torch.Tensor]] = {}
+        self._preempted: dict[str, tuple[int, np.ndarray]] = {}
         self._seat_of: dict[str, int] = {}
         self._per_seat: list[np.ndarray] = []
         self._free = list(range(capacity))[::-1]
@@ -229,26 +229,27 @@ class RequestTable:
         self._taken = counts
         return Counts(*new.tolist())
 
-    def _sum(self) -> torch.Tensor:
+    def _sum(self) -> np.ndarray:
         interrupted = [counts for _, counts in self._preempted.values()]
-        return sum(interrupted, self._past) + self._counts(range(self.capacity))
+        return sum(interrupted, self._past) + self._counts(slice(None))
 
-    def _counts(self, seats: Sequence[int]) -> torch.Tensor:
+    def _counts(self, seats: slice) -> np.ndarray:
         """int64 [10]; the fields of :class:`Counts`, added up over requests in these seats."""
-        index = torch.tensor(seats)
-        counts = (self.corrected[:, None], self.recalls, self._steps)
-        total = torch.cat([count[index].sum(0) for count in counts])
-        spared = self.spared[index] // torch.from_numpy(self._units_of(index.numpy()))
+        total = np.empty(len(Counts._fields), np.int64)
+        total[0] = self.corrected.numpy()[seats].sum()
+        total[1:4] = self.recalls.numpy()[seats].sum(0)
+        total[4:] = self._steps.numpy()[seats].sum(0)
+        spared = self.spared.numpy()[seats] // self._units_of(seats)
         total[Counts._fields.index("attended")] -= spared.sum()
         return total
 
-    def _take_out(self, seat: int) -> tuple[int, torch.Tensor]:
+    def _take_out(self, seat: int) -> tuple[int, np.ndarray]:
         """The context and the counts of the request in a seat. Resets the counts of the seat."""
         if self.sources is not None:
             self.sources.leave(seat)
         if self.kept is not None:
             self.kept.leave(seat)
-        counts = self._counts([seat])
+        counts = self._counts(slice(seat, seat + 1))
         for count in (self.corrected, self.spared, self.recalls, self._steps):
             count[seat] = 0
         return int(self._context[seat]), counts
@@ -423,7 +424,7 @@ class RequestTable:
         selected = np.minimum(self.selected.numpy()[seats], between[:, None]).sum(1, dtype=np.int64)
         return always.astype(np.int64) * self.retrieval_heads + selected // units
 
-    def _units_of(self, seats: np.ndarray) -> np.ndarray:
+    def _units_of(self, seats: np.ndarray | slice) -> np.ndarray:
         """int64 [n]; units of selection in a page, by the methods of the requests in ``seats``."""
         return self._units[self.records["method"][seats]]
 
@@ -440,7 +441,7 @@ class RequestTable:
         if req_id in self._preempted:
             _, counts = self._preempted.pop(req_id)
             self.corrected[seat] = counts[0]
-            self.recalls[seat], self._steps[seat] = counts[1:].split((3, 6))
+            self.recalls.numpy()[seat], self._steps.numpy()[seat] = counts[1:4], counts[4:]
 
     def _read_options(self, req_id: str, seat: int) -> None:
         """Read the options of a request into its seat, which starts afresh."""

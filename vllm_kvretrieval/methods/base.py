@@ -214,8 +214,8 @@ class LayerMethod(Protocol):
 
     @property
     def by_chooser(self) -> bool:
-        """Whether rows attend to what :meth:`Ops.plan_decode` lists by the chooser, and nothing else
-        is to be done, so that :meth:`Ops.decode_layer` can do it."""
+        """Whether rows attend to what :meth:`Ops.plan_decode` lists by the chooser, and the method
+        does nothing else, so that :meth:`Ops.decode_layer` serves them."""
         ...
 
     @property

@@ -21,7 +21,7 @@ from vllm_kvretrieval.attention.cpu.plans import (
 )
 from vllm_kvretrieval.attention.cpu.schedules import Schedules, without_schedule
 from vllm_kvretrieval.attention.cpu.staging import PrefillStaging
-from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner, runs
+from vllm_kvretrieval.attention.cpu.step_planner import StepPlanner, runs, without
 from vllm_kvretrieval.kernels import TokenLists
 from vllm_kvretrieval.methods import DecodePlan, GroupFacts
 from vllm_kvretrieval.storage.base import StepContexts, Storage
@@ -155,8 +155,9 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
     def _full(self, dense: CPUAttentionMetadata, before: np.ndarray) -> Full:
         """How the whole batch attends to whole contexts."""
         count = _leading(dense.query_start_loc)
-        rows = np.concatenate([np.arange(count), self.planner.verifying(before, count)])
-        prompts = np.setdiff1d(np.arange(count, len(dense.seq_lens)), rows)
+        verifying = self.planner.verifying(before, count)
+        rows = np.concatenate([np.arange(count), verifying])
+        prompts = without(np.arange(count, len(dense.seq_lens)), verifying)
         parts = [self.planner.in_cache(dense, run) for run in runs(prompts)]
         return Full(self._whole(dense, rows) if len(rows) else None, parts)
 
@@ -217,8 +218,8 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         decode, others = self.planner.rows(common, dense, places, prompts[prompts < rows])
         rows_of_ours = self.storage.in_place and (self.own or self.storage.token_major)
         if not rows_of_ours:  # drafts of whole contexts are read as prompts are
-            verifying, others = np.setdiff1d(verifying, others), others[others < rows]
-        prompts = np.setdiff1d(prompts, verifying)
+            verifying, others = without(verifying, others), others[others < rows]
+        prompts = without(prompts, verifying)
         prefill = self.planner.prompts(dense, prompts)
         if not self.storage.in_place:
             alone = [self.planner.row(dense, row) for row in others.tolist()]

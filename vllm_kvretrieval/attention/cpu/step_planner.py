@@ -166,7 +166,7 @@ class StepPlanner:
             steps = int(np.where(batch["exact"], never, whole_tokens - lens).min())
             self._requests.foreseen.foresee(self._requests.batch, steps)
         plans = [self._sparsely(dense, method, places[rows]) for method, rows in found.sparsely]
-        whole = np.setdiff1d(places[found.whole], apart, assume_unique=True)
+        whole = without(places[found.whole], apart)
         if not self._in_place:
             table, size = dense.seq_lens.numpy(), self._page_size
             fits = -(-table[whole] // size) <= self.budget_pages
@@ -366,11 +366,18 @@ class StepPlanner:
         return PromptLists(block_table, query_start_loc, seen, self._kv_heads)
 
 
+def without(places: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Those of some places that are not among others, int64 [n], rising."""
+    return np.setdiff1d(places, others, assume_unique=True) if len(others) else places
+
+
 def runs(places: np.ndarray) -> list[slice]:
     """Requests side by side in the batch.
 
     Args:
         places: int64 [n]; the places of some, rising.
     """
+    if not len(places):
+        return []
     borders = np.flatnonzero(np.diff(places, prepend=-2, append=-2) != 1)
     return [slice(int(places[i]), int(places[j - 1]) + 1) for i, j in pairwise(borders)]

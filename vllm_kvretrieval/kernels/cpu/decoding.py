@@ -1,4 +1,4 @@
-"""A layer's part in a step that decodes; see :meth:`vllm_kvretrieval.kernels.ops.Ops.decode_layer`."""
+"""A layer's decode step; see :meth:`vllm_kvretrieval.kernels.ops.Ops.decode_layer`."""
 
 from collections.abc import Sequence
 
