@@ -122,9 +122,8 @@ def test_selected_pages(llm, model):
             size, heads = layer.cache.shape[2], layer.cache.shape[1]
             lists = TokenLists(rows.lists, rows.lengths, size, heads)
             expected, (softcap, sinks) = torch.empty_like(output), impl_of[layer.cache.data_ptr()]
-            rule = {"softcap": softcap, "sinks": sinks}
             known = query, lists, layer.cache, expected, layer.layout, layer.scale
-            reference.attend(*known, **rule)
+            reference.attend(*known, softcap=softcap, sinks=sinks)
             torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
             worker.compared += 1
             return nanoseconds
