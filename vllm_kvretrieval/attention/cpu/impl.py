@@ -493,7 +493,7 @@ class RetrievalAttentionImpl(CPUAttentionBackendImpl):
     def _attend_by_vllm(
         self, query: torch.Tensor, part: Part, schedule: Schedule, output: torch.Tensor
     ) -> None:
-        """Attend by vLLM's kernel: to keys laid out for AMX, and in layouts that only vLLM reads.
+        """Attend by vLLM's kernel, in layouts that only vLLM reads.
 
         Every KV head is a sequence of its own then, so there are no sinks of single heads.
         """
