@@ -19,6 +19,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # No advice of pip's over the output, in programs that call it, too.
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where there is no Ninja, too.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 # What a new vLLM is tried with, unless VLLM and NEXT say otherwise: its names, engines of a kind, the
 # GPU's, and what docs/surprises.md says. With 0.33 vLLM's own log-probs of prompts fail where there
 # are adapters (device_lora).
@@ -31,6 +33,8 @@ CODE := $(wildcard vllm_kvretrieval benchmarks examples tests tools)
 
 LOCKS := requirements/runtime.txt requirements/build.txt requirements/dev.txt
 METADATA := tools/packaging/vllm-metadata
+# What compiles is there in seconds, and compiles while the rest is fetched.
+TOOLS := $(VENV)/.tools-$(shell sha256sum < requirements/build.txt | cut -c1-12)
 # Named after what is installed: another lock file means another stamp, whatever the clocks say.
 DIGEST := $(shell cat $(LOCKS) $(METADATA)/pyproject.toml | sha256sum | cut -c1-12)
 INSTALLED := $(VENV)/.installed-$(DIGEST)
@@ -41,7 +45,7 @@ TORCHVISION := build/torchvision/.installed
 BUILT := $(VENV)/.built
 SOURCES := pyproject.toml CMakeLists.txt tools/packaging/backend.py $(wildcard csrc/cpu/* csrc/cpu/*/*)
 
-.PHONY: help venv build wheel wheels check-wheels docs lint-workflows notebook model torchvision test-models models demo lint style test test-all test-next bench gpu gpu-bundle clean distclean
+.PHONY: help venv build wheel wheels check-wheels docs lint-workflows notebook model torchvision test-models models demo lint style types test shared-tests test-all test-next bench gpu gpu-bundle clean distclean
 
 help:
 	@echo "make venv    environment with the pinned dependencies, in $(VENV)"
@@ -68,7 +72,7 @@ venv: $(INSTALLED)
 CUDA_TORCH := ls $(VENV)/lib/python3*/site-packages/torch/lib/libtorch_cuda.so >/dev/null 2>&1
 
 # What is missing on the machine is said before anything is downloaded.
-$(INSTALLED):
+$(TOOLS):
 	@test "$$(uname -sm)" = "Linux x86_64" || \
 	  { echo "make sets up Linux on x86-64, and this is $$(uname -sm): see docs/installation.md"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -81,6 +85,11 @@ $(INSTALLED):
 	  { echo "vLLM's CPU kernels need libnuma.so.1: install libnuma (Debian: libnuma1)"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  { echo "venv: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) install -q --no-deps --no-compile $(PIP_FLAGS) -r requirements/build.txt \
+	  $$(grep -E '^(ninja|packaging)==' requirements/runtime.txt)
+	@rm -f $(VENV)/.tools-* && touch $@
+
+$(INSTALLED): | $(TOOLS)
 	@echo "venv: fetching $$(cat $(LOCKS) | grep -c ==) pinned distributions (some minutes)"
 	@$(PIP) install --no-deps --no-compile --progress-bar off $(PIP_FLAGS) $(addprefix -r ,$(LOCKS)) | \
 	  sed -unE 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected.*/venv: unpacking/p'
@@ -97,10 +106,11 @@ $(INTERPRETER): $(INSTALLED)
 	@$(PIP) install -q --no-deps $(PIP_FLAGS) -r $(INTERPRETER_LOCK)
 	@rm -f $(VENV)/.interpreter-* && touch $@
 
-build: $(BUILT)
+# With -j2 it compiles while it fetches.
+build: $(INSTALLED) $(BUILT)
 
 # Editable: Python files are read from the checkout; what C++ is built from makes it rebuild.
-$(BUILT): $(INSTALLED) $(SOURCES)
+$(BUILT): $(TOOLS) $(SOURCES)
 	@echo "build: compiling the C++ extension"
 	@$(PIP) install -q --no-deps --no-build-isolation --config-settings=build-dir=build/editable -e .
 	@touch $@
@@ -143,7 +153,7 @@ $(DOCS)/.installed $(WORKFLOWS)/.installed $(NOTEBOOK)/.installed:
 	@touch $@
 
 # With what its cells give. Its environment sees that of vLLM.
-notebook: $(NOTEBOOK)/.installed $(BUILT)
+notebook: $(NOTEBOOK)/.installed build
 	@cd $(NOTEBOOK) && of() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } && \
 	  echo "import site; site.addsitedir('$$(of $(CURDIR)/$(BIN)/python)')" > "$$(of bin/python)/vllm.pth"
 	$(NOTEBOOK)/bin/python tools/run_notebook.py examples/compare.ipynb
@@ -167,12 +177,14 @@ models: $(INSTALLED)
 	@$(BIN)/python tools/get_model.py smollm2 smollm2-32k gemma3 qwen
 
 # One compiles while the other downloads.
-demo: $(INSTALLED)
+demo:
 	@$(MAKE) -j2 build model
 	@$(BIN)/python examples/demo.py
 
+lint: style types
+
 # mypy reads the types of the extension, which the build writes.
-lint: style $(BUILT)
+types: build
 	$(BIN)/mypy $(CODE)
 
 style: $(INSTALLED)
@@ -180,12 +192,16 @@ style: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# An engine keeps about one core busy, so the tests share the cores out; then come those that want
-# all cores. It ends with the instruction sets that this machine has for the kernels.
-test: $(INTERPRETER)
-	@$(MAKE) -j3 build test-models lint
-	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
+# An engine keeps about one core busy, so the tests share the cores out, and mypy has a part of them
+# at first; then come those that want all cores. It ends with the instruction sets that this machine
+# has for the kernels.
+test:
+	@$(MAKE) -j4 build test-models style $(INTERPRETER)
+	@$(MAKE) -j2 types shared-tests
 	$(BIN)/python -m pytest -m "cores and not slow" $(WITH_CORES)
+
+shared-tests:
+	$(BIN)/python -m pytest -m "not cores and not slow" -n auto --dist loadfile
 
 # Another vLLM's Python over the installed libraries: is there what we call, and do engines serve?
 test-next: build test-models $(INTERPRETER)

@@ -22,11 +22,13 @@ WORKER_BYTES = 5 << 30
 
 
 LONGEST = """
-    test_methods test_slow_home test_serving test_device_engine test_batching test_device_home
-    test_slow_tokens test_serving_store test_hybrid test_store_engine test_own_attention
-    test_plugin test_retrieving_prompts test_examples test_readers test_exactness test_dropping
-    test_accuracy test_layer_kinds test_compiled test_scheduler test_recall_cache test_limits
-    test_sparse_prefill test_spellings test_device_kernels test_kv_connectors test_store_crash
+    test_methods test_device_drafts test_slow_home test_serving test_device_parallel test_lossless
+    test_speculation test_batching test_mixed_home test_device_engine test_device_codec
+    test_device_home test_device_kernels test_gpu_checks test_compiled test_retrieving_prompts
+    test_serving_store test_hybrid test_plugin test_slow_tokens test_device_kept
+    test_device_dropping test_own_attention test_encoded test_dropping test_store_mixed
+    test_store_engine test_sparse_prefill test_processes test_device_tokens test_exactness
+    test_scheduler test_prompt_attention test_sampling test_runners
 """.split()
 """Modules that take longest, first: what is left to the end is short, and no worker waits long."""
 

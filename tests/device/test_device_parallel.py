@@ -24,7 +24,7 @@ from tests.device.test_device_engine import (
 from tests.support import device_engine
 from tests.support.engine import assert_same, difference
 
-pytestmark = [pytest.mark.engine, pytest.mark.cores]
+pytestmark = pytest.mark.engine
 
 TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 LAYERS = {

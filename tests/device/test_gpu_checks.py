@@ -70,8 +70,6 @@ class Emulated:
 HOMES = "device", "host"
 QUICK = {
     "device": (
-        "nothing selected",
-        "last step's list",
         "nothing selected ahead",
         "another seat's list",
         "index never updated",

@@ -38,9 +38,8 @@ class _Captures(CudaGraphManager):
         for descriptors in self._capture_descs.values():
             for descriptor in descriptors:
                 create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
-                forward = create_forward_fn(descriptor, warmup=False)
-                forward(CUDAGraphMode.NONE)
-                self.graphs[descriptor] = Replay(forward)
+                # While it is captured, a GPU notes what it is to do, and does none of it.
+                self.graphs[descriptor] = Replay(create_forward_fn(descriptor, warmup=False))
         self._graphs_captured = True
 
 

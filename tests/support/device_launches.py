@@ -4,6 +4,7 @@ Triton compiles a kernel for every set of the values of its constants, and of wh
 its other arguments: types, whether addresses and numbers are multiples of 16, whether they are 1.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -48,8 +49,11 @@ def _note(kernel, args, kwargs):
             _late.append(variant)
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def _specialised(kernel, args, kwargs):
-    parameters = inspect.signature(kernel.fn).parameters
+    parameters = _signature(kernel.fn).parameters
     options = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
     given = dict(zip(parameters, args, strict=False)) | options
     general = kernel.kwargs.get("do_not_specialize") or ()

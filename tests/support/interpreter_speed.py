@@ -2,24 +2,103 @@
 
 Its operations take NumPy less time than it takes to find their types, shapes and constants, which
 are the same for every program of every launch. Nothing here computes: values, types and errors are
-those of Triton's own functions, which are called for what is not known yet.
+those of Triton's own functions, which are called for what is not known yet, and for sums and
+products that overflow.
 """
 
 import functools
+import inspect
+import operator
 from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+LARGEST = 1024
+"""Elements of a constant that is kept."""
+
 
 def install():
     """Patch this process's interpreter."""
+    _keep_parameters()
+    _launch_where_tensors_are()
     _keep_types()
     _keep_shapes()
     _keep_operands()
+    _look_for_overflows_at_once()
     _patch_the_language_for_good()
+
+
+def arguments(kernel, given, named):
+    """What a kernel's parameters are given, by name; options of its launch alone are left out."""
+    names, defaults = _parameters(kernel)
+    named = {name: value for name, value in named.items() if name in names}
+    found = defaults | dict(zip(names, given, strict=False)) | named
+    twice = len(given) > len(names) or not named.keys().isdisjoint(names[: len(given)])
+    if twice or len(found) < len(names):
+        return inspect.getcallargs(kernel, *given, **named)  # which says what is wrong
+    return found
+
+
+@functools.cache
+def _parameters(kernel):
+    """The names of a kernel's parameters, and their defaults."""
+    parameters = inspect.signature(kernel).parameters
+    given = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+    return tuple(parameters), given
+
+
+def _keep_parameters():
+    """Which of a kernel's parameters are constants, and types by their names."""
+    make, kept = interpreter.GridExecutor.__init__, {}
+
+    def init(self, fn, arg_names, grid, pre_run_hooks):
+        if fn not in kept:
+            make(self, fn, arg_names, grid, pre_run_hooks)
+            kept[fn] = vars(self)
+        vars(self).update(kept[fn], grid=grid, pre_run_hooks=pre_run_hooks)
+
+    interpreter.GridExecutor.__init__ = init
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
+
+
+def _launch_where_tensors_are():
+    """Tensors in this memory are not copied for a launch, and back."""
+    run = interpreter.GridExecutor.__call__
+
+    def call(self, *given, **named):
+        values = arguments(self.fn, given, named)
+        if self.pre_run_hooks or not all(map(_is_here, values.values())):
+            run(self, *given, **named)
+            return
+        scope, constants = interpreter._patch_lang(self.fn), self.constexprs
+        try:
+            for name, value in values.items():
+                if name not in constants:
+                    values[name] = interpreter._implicit_cvt(value)
+            grid = self.grid(values) if callable(self.grid) else self.grid
+            grid = (*grid, *(1,) * (3 - len(grid)))
+            interpreter.interpreter_builder.set_grid_dim(*grid)
+            try:
+                for index in np.ndindex(grid):
+                    interpreter.interpreter_builder.set_grid_idx(*index)
+                    self.fn(**values)
+            except Exception as error:
+                raise interpreter.InterpreterError(repr(error)) from error
+        finally:
+            scope.restore()
+
+    interpreter.GridExecutor.__call__ = call
+
+
+def _is_here(value):
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu"
+    return not hasattr(value, "data_ptr") and not isinstance(value, tuple)
 
 
 def _keep_types():
@@ -76,14 +155,23 @@ def _keep_shapes():
 
 
 def _keep_operands():
-    """Operands of one type and shape stay as they are; integers are converted once."""
+    """Operands of one type and shape stay as they are; integers are converted once, also to the
+    shape of the tensor beside them."""
     check = TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
     convert = TritonSemantic._cast_to_computation_type
     compute = TritonSemantic.computation_type_impl
-    numbers, types = {}, {}
+    numbers, types, beside = {}, {}, {}
 
     def check_types(self, lhs, rhs, *options, **named):
+        if type(rhs) is int and type(lhs) is tl.tensor:
+            key = lhs.type.name, rhs, options, *named.items()
+            if key in beside:
+                return lhs, beside[key]
+            left, right = check(self, lhs, rhs, *options, **named)
+            if left is lhs and right.handle.data.size <= LARGEST:
+                beside[key] = right
+            return left, right
         alike = type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype
         divides = len(options) > 3 or "div_or_mod" in named
         if alike and not divides and not lhs.dtype.is_ptr():
@@ -115,6 +203,33 @@ def _keep_operands():
     TritonSemantic.broadcast_impl_value = broadcast_values
     TritonSemantic._cast_to_computation_type = cast
     TritonSemantic.computation_type_impl = computation_type
+
+
+def _look_for_overflows_at_once():
+    """Whether sums and products of whole numbers fit, without ten operations of Triton's."""
+    told = TritonSemantic.binary_op_sanitize_overflow_impl
+    operations = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+    limits: dict[str, Any] = {}
+
+    def sanitize(self, lhs, rhs, binary_op):
+        kind, compute = lhs.dtype, operations.get(binary_op.__name__)
+        if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        if compute and kind.is_int() and kind == rhs.dtype:
+            if kind.name not in limits:
+                limits[kind.name] = kind.get_int_min_value(), kind.get_int_max_value()
+            least, most = limits[kind.name]
+            one, other = lhs.handle.data, rhs.handle.data
+            if one.size == other.size == 1:
+                fits = least <= compute(int(one.item()), int(other.item())) <= most
+            else:
+                wide = compute(one.astype(np.int64), other.astype(np.int64))
+                fits = least <= wide.min() and wide.max() <= most
+            if fits:
+                return
+        told(self, lhs, rhs, binary_op)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
 
 
 def _patch_the_language_for_good():

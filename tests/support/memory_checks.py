@@ -17,8 +17,8 @@ to threads that wait for each other at barriers only. `install` makes a process 
 - Memory that nobody has written: `torch.empty` is full of NaN, and of the largest whole numbers.
 """
 
-import inspect
 import itertools
+import os
 import random
 import sys
 import threading
@@ -115,9 +115,7 @@ def _checked_barrier(barrier: Any) -> Any:
 def _run(executor: Any, *args: Any, num_warps: int = 4, **options: Any) -> None:
     """Launch a kernel; in place of ``GridExecutor.__call__``."""
     global _launch
-    parameters = inspect.signature(executor.fn).parameters
-    options = {name: value for name, value in options.items() if name in parameters}
-    given = inspect.getcallargs(executor.fn, *args, **options)
+    given = interpreter_speed.arguments(executor.fn, args, options)
     launch = Launch(num_warps)
     values = {
         name: value if name in executor.constexprs else launch.convert(name, value)
@@ -135,11 +133,18 @@ def _run(executor: Any, *args: Any, num_warps: int = 4, **options: Any) -> None:
     launch.check()
 
 
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass
 class Program:
     """One program of a launch, while it runs.
 
     Attributes:
+        turn: What it waits for where it has given way to another.
         known: int [programs, 2]; what of others comes before what this one does from now on: all
             before so many barriers, and so many events of thread 0.
     """
@@ -147,7 +152,8 @@ class Program:
     number: int
     index: tuple[int, ...]
     known: np.ndarray
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: threading.Lock = field(default_factory=_taken)
+    started: bool = False
     barriers: int = 0
     events: int = 0
 
@@ -185,6 +191,7 @@ class Launch:
         self._released: dict[int, np.ndarray] = {}
         self._draw = random.Random(next(_numbers))
         self._waiting: list[Program] = []
+        self._live: Any = None
         self._faults: set[str] = set()
         self.program: Any = None
 
@@ -206,7 +213,8 @@ class Launch:
             return stripped
         size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
         where, tags, addresses = _where(), tagged >> np.uint64(_TAG), tagged & _ADDRESS
-        of_tensors = [(self._passed[int(t) - 1], addresses[tags == t]) for t in np.unique(tags)]
+        different = np.unique(tags) if (tags != tags[0]).any() else tags[:1]
+        of_tensors = [(self._passed[int(t) - 1], addresses[tags == t]) for t in different]
         for passed, own in of_tensors:
             if not passed.holds(own, size):
                 raise AccessError(f"{where}: a {kind} outside of {passed.name}")
@@ -246,33 +254,33 @@ class Launch:
         self._released[address] = released if before is None else np.maximum(before, released)
 
     def run(self, body: Any, indices: list[tuple[int, ...]]) -> None:
-        """Run all programs, in random order, each in a thread of which one runs at a time."""
+        """Run all programs, in random order, one at a time.
+
+        One that gives way to another keeps its thread, and waits there; where none does, all of
+        them run in this thread.
+        """
         nothing = np.zeros((len(indices), 2), np.int64)
-        programs = [Program(n, index, nothing) for n, index in enumerate(indices)]
         failures: list[BaseException] = []
         ended = threading.Lock()
         ended.acquire()
 
-        def live(program: Program) -> None:
-            program.turn.acquire()
-            try:
-                if not failures:
-                    self._enter(program)
-                    body()
-            except BaseException as failure:
-                failures.append(failure)
-            self._waiting.remove(program)
-            if self._waiting:
-                self._draw.choice(self._waiting).turn.release()
-            else:
-                ended.release()
+        def live(program: Program | None) -> None:
+            while program and not program.started:
+                program.started = True
+                try:
+                    if not failures:
+                        self._enter(program)
+                        body()
+                except BaseException as failure:
+                    failures.append(failure)
+                self._waiting.remove(program)
+                program = self._draw.choice(self._waiting) if self._waiting else None
+            (program.turn if program else ended).release()
 
-        self._waiting = list(programs)
-        for program in programs:
-            program.turn.acquire()
-            threading.Thread(target=live, args=(program,), daemon=True).start()
-        if programs:
-            self._draw.choice(programs).turn.release()
+        self._live = live
+        self._waiting = [Program(n, index, nothing) for n, index in enumerate(indices)]
+        if self._waiting:
+            live(self._draw.choice(self._waiting))
             ended.acquire()
         if failures:
             raise failures[0]
@@ -280,10 +288,14 @@ class Launch:
     def give_way(self) -> None:
         """Let some program go on, perhaps this one."""
         program, chosen = self.program, self._draw.choice(self._waiting)
-        if chosen is not program:
+        if chosen is program:
+            return
+        if chosen.started:
             chosen.turn.release()
-            program.turn.acquire()
-            self._enter(program)
+        else:
+            threading.Thread(target=self._live, args=(chosen,), daemon=True).start()
+        program.turn.acquire()
+        self._enter(program)
 
     def _enter(self, program: Program) -> None:
         self.program = program
@@ -382,4 +394,4 @@ def _where() -> str:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"

@@ -184,10 +184,10 @@ class Other(Mean):
 @pytest.mark.parametrize(
     "case",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),  # what follows has all of it
         {"pooling": Pooling.MAX, "head_size": 80, "entry": 8, "dtype": torch.float16, "seed": 1},
         {"counted": True, "seed": 4},
-        {"filters": True, "seed": 2},
+        pytest.param({"filters": True, "seed": 2}, marks=pytest.mark.slow),
         {"drafts": 3, "seed": 5},
         {"filters": True, "drafts": 5, "seed": 6},
         {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
