@@ -145,6 +145,12 @@ WORKAROUNDS = (
         "The platform's validate_request is asked before an answer begins.",
     ),
     Workaround(
+        "platforms.draining.Ending",
+        "A server that is told to end takes requests, and gives them an empty answer with status "
+        "200, or a 500, while its health stays good.",
+        "It answers them with a 503 from the beginning, and its health, too.",
+    ),
+    Workaround(
         "platforms.shared.RetrievalPlatform.validate_request",
         "All engines of a process share a platform, which is not told which of them asks, so the "
         "caller's frame is read.",

@@ -1,8 +1,8 @@
 """What oneDNN keeps of products: a kernel for each number of tokens that a step has had.
 
-vLLM keeps the kernels of 32 numbers for each shape of weights, and oneDNN up to 1,024 kernels beside
-them, to make none twice. Prompts have any number of tokens. SmolLM2-135M has four shapes, and their
-kernels take up to 3 MiB for one number, those of a model of 8B 8 MiB.
+vLLM keeps the kernels of 32 numbers for each shape of weights. Beside them oneDNN keeps up to 1,024
+kernels, so that none is made twice; but prompts have any number of tokens. The kernels for one
+number take 3 MiB in SmolLM2-135M, whose weights have four shapes, and 8 MiB in a model of 8B.
 """
 
 import os
