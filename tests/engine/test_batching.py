@@ -6,6 +6,7 @@ another batch is rounded differently, and in bfloat16 that turns near-ties into 
 stock vLLM just as here).
 """
 
+import os
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.support.engine import (
 from tests.support.turns import chat, record_sparse, recorded_sparse, with_and_without_cache
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.retrieval.exactness_levels import EXACT
+from vllm_kvretrieval.upstream import primitives
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -73,6 +75,12 @@ def llm(model, stock):
         **STOCK,
     ) as llm:
         yield llm
+
+
+def test_the_worker_keeps_few_of_what_products_need(llm):
+    """tests/engine/test_primitives.py has what that is good for."""
+    kept = llm.collective_rpc(lambda worker: os.environ.get(primitives.CAPACITIES[0]))
+    assert kept == [str(primitives.FEW)]
 
 
 def slots_in_use(llm):

@@ -82,15 +82,17 @@ def test_what_is_refused(served, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "field", "said"),
     [
-        ("7f3a", " (X-Request-Id '7f3a'): kv_retrieval.budget=100 must be"),
-        ("a" * 500, f" (X-Request-Id '{'a' * 195}...): kv_retrieval"),
-        (None, "for /v1/completions: kv_retrieval.budget=100 must be"),
+        ("7f3a", None, " (X-Request-Id '7f3a'): kv_retrieval.budget=100 must be"),
+        ("a" * 500, None, f" (X-Request-Id '{'a' * 195}...): kv_retrieval"),
+        (None, None, "for /v1/completions: kv_retrieval.budget=100 must be"),
+        (None, "7f\n3a", r" (request_id '7f\n3a'): kv_retrieval.budget=100 must be"),
+        ("7f3a", "8b", " (X-Request-Id '7f3a'): kv_retrieval.budget=100 must be"),
     ],
-    ids=["named", "long", "unnamed"],
+    ids=["named", "long", "unnamed", "by a field", "by both"],
 )
-def test_a_refusal_is_logged(served, name, said):
+def test_a_refusal_is_logged(served, name, field, said):
     records: list[logging.LogRecord] = []
 
     class Kept(logging.Handler):
@@ -101,6 +103,7 @@ def test_a_refusal_is_logged(served, name, said):
     http.logger.addHandler(handler)
     headers = {} if name is None else {"X-Request-Id": name}
     body = {"prompt": "Hello", "vllm_xargs": {"kv_retrieval_budget": 100}}
+    body |= {} if field is None else {"request_id": field}
     try:
         assert served.post("/v1/completions", json=body, headers=headers).status_code == 400
     finally:

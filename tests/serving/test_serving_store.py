@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import urllib.error
 import urllib.request
 
@@ -9,11 +10,14 @@ import pytest
 
 from tests.support.engine import DTYPE, shortened
 from tests.support.server import MODEL, PROMPT, Server, ask, serving, tokens_of
+from vllm_kvretrieval.doctor.server import Client
 from vllm_kvretrieval.store.listing import listed
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
 LAYERS = 4
+LAST = 256
+"""Tokens of the answer that runs when the server is told to end."""
 SLOTS = "10MiB" if DTYPE == "auto" else "20MiB"  # of float32
 
 
@@ -41,20 +45,45 @@ def call(server, path, asked=None):
         return error.code, json.load(error)
 
 
+def meanwhile(server, ended):
+    """What others get of a server that is told to end: statuses of its health and of answers, and
+    tokens of these.
+    """
+    client, found = Client(server.url), []
+    while not ended.is_set():
+        try:
+            health, _ = client.ask("/health")
+            status, text = client.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+        except OSError:
+            break
+        told = json.loads(text)
+        found.append((health, status, told.get("usage", {}).get("completion_tokens", 0)))
+    return found
+
+
 def drain(server):
-    """Tell a server to end, by SIGTERM, when an answer has begun; the tokens that still come."""
+    """Tell a server to end, by SIGTERM, when an answer has begun.
+
+    Returns:
+        The tokens that still come, and what others get that ask meanwhile.
+    """
     stream = server.client.completions.create(
         model=MODEL,
         prompt=tokens_of(server, f"A last question. {PROMPT}"),
-        max_tokens=64,
+        max_tokens=LAST,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     come = list(next(stream).choices[0].token_ids)
     rest = (token for chunk in stream for token in chunk.choices[0].token_ids)
+    ended, others = threading.Event(), list[tuple[int, int, int]]()
+    asking = threading.Thread(target=lambda: others.extend(meanwhile(server, ended)))
+    asking.start()
     server.end(signal.SIGTERM, lambda: come.extend(rest))
-    return come
+    ended.set()
+    asking.join()
+    return come, others
 
 
 def try_sessions(server):
@@ -86,7 +115,8 @@ def test_kill_and_start(tmp_path, monkeypatch):
     """All processes at once, by SIGKILL. A tenant finds what it computed, others find nothing.
 
     Endpoints are there if they are asked for. What is dropped by them is found no more. At the end
-    the server is told to end, with a timeout: an answer that has begun comes whole, and is stored.
+    the server is told to end, with a timeout: an answer that has begun comes whole, and is stored;
+    others are sent away.
     """
     model = shortened(tmp_path / "model", MODEL, LAYERS)
     store = options(tmp_path / "store")
@@ -133,6 +163,10 @@ def test_kill_and_start(tmp_path, monkeypatch):
         assert told(server) == again
         try_sessions(server)
         (before,), _ = listed(str(tmp_path / "store"), 10)
-        assert len(drain(server)) == 64
+        tokens, others = drain(server)
+        assert len(tokens) == LAST
+        assert {*others} <= {(200, 200, 1), (200, 503, 0), (503, 503, 0)}
+        assert others[-1] == (503, 503, 0)
+        assert others == sorted(others)
         (after,), _ = listed(str(tmp_path / "store"), 10)
         assert after.tokens > before.tokens + 500

@@ -1,5 +1,7 @@
 """Options of requests over HTTP, checked before vLLM's server begins to answer.
 
+A server that ends answers none any more (``draining.py``).
+
 The engine checks them, too, but when it has a request, the status of an answer that is streamed has
 been sent. So this is a layer in front of vLLM's routes, as those that ``--middleware`` names. It
 reads the body of a request along with the route: vLLM has asked for its API key before.
@@ -18,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm_kvretrieval.errors import RetrievalConfigError
 from vllm_kvretrieval.options.of_hints import ACTIONS, OURS
 from vllm_kvretrieval.options.table import CONFIG_KEY
+from vllm_kvretrieval.platforms.draining import Ending, send_away
 from vllm_kvretrieval.platforms.requests import check_request, reader_of
 from vllm_kvretrieval.values import resembles, shortened
 
@@ -27,24 +30,35 @@ XARGS = "vllm_xargs"
 """The field of a body where vLLM takes further options from."""
 OTHERS = ("extra_args", "extra_body")
 """Names that the field has in Python. vLLM's server ignores them."""
+HEADER, FIELD = "X-Request-Id", "request_id"
+"""Where a client or a proxy may name its request."""
 GENERATE = "/inference/v1/generate"
 """The route whose options are those of ``SamplingParams`` in Python."""
 
 
 class RequestCheck:
-    """A layer that answers requests with wrong options of ours with an HTTP 400.
+    """A layer that answers requests with wrong options of ours with an HTTP 400, and with a 503
+    when the server ends.
 
     Args:
         app: The layers behind it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app, self._ending = app, Ending()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the specification of ASGI."""
-        if scope["type"] != "http" or reader_of(scope["app"].state) is None:
+        state = scope["app"].state
+        serves = reader_of(state) is not None
+        client = getattr(state, "engine_client", None)  # vLLM's render server has none
+        if serves and client is not None and scope["type"] == "lifespan":
+            self._ending.watch(client)
+        if not serves or scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if self._ending.refuses(scope):
+            await send_away(scope, receive, send)
             return
         body = bytearray()
 
@@ -72,6 +86,7 @@ def _check(scope: Scope, body: bytearray) -> None:
         return
     if not isinstance(fields, Mapping):
         return
+    name = _name(scope, fields)
     try:
         _check_places(fields)
         if scope["path"].endswith(GENERATE):
@@ -84,14 +99,18 @@ def _check(scope: Scope, body: bytearray) -> None:
         if given is None or isinstance(given, Mapping):
             check_request(scope["app"].state, given, logprobs, current_platform.setting)
     except RetrievalConfigError as e:
-        logger.info("Refused a request for %s%s: %s", scope["path"], _name(scope), e)
+        logger.info("Refused a request for %s%s: %s", scope["path"], name, e)
         raise HTTPException(400, str(e)) from None
 
 
-def _name(scope: Scope) -> str:
-    """The name that a client or a proxy gave to its request, for the log; empty if it has none."""
-    name = Headers(scope=scope).get("X-Request-Id")
-    return "" if name is None else f" (X-Request-Id {shortened(name)})"
+def _name(scope: Scope, fields: Mapping[str, Any]) -> str:
+    """The name that a client or a proxy gave to its request, for the log; empty if it has none.
+
+    A header's comes before a field's, as for vLLM.
+    """
+    given = {HEADER: Headers(scope=scope).get(HEADER), FIELD: fields.get(FIELD)}
+    names = (f" ({key} {shortened(name)})" for key, name in given.items() if name is not None)
+    return next(names, "")
 
 
 def _prompt_logprobs(fields: Mapping[str, Any]) -> Any:

@@ -43,6 +43,12 @@ WORKAROUNDS = (
         "Products of 16 bits on such CPUs take the time of float32.",
     ),
     Workaround(
+        "upstream.primitives.keep_few_primitives",
+        "Products on CPUs have a kernel for each number of tokens, of which oneDNN keeps 1,024: "
+        "the memory of a server grows for hours, by 0.5 GiB with SmolLM2-135M.",
+        "vLLM's kernels serve any number of tokens, or it keeps them all itself.",
+    ),
+    Workaround(
         "upstream.compiled.load_compiled",
         "On CPUs a saved compiled model is not loaded, since torch's functions lack "
         "finalize_loading; and its key leaves out the CPU and the products of linear layers.",
@@ -137,6 +143,12 @@ WORKAROUNDS = (
         "What the engine refuses of a streamed request comes after the status 200, and fields "
         "that the server does not know are dropped.",
         "The platform's validate_request is asked before an answer begins.",
+    ),
+    Workaround(
+        "platforms.draining.Ending",
+        "A server that is told to end takes requests, and gives them an empty answer with status "
+        "200, or a 500, while its health stays good.",
+        "It answers them with a 503 from the beginning, and its health, too.",
     ),
     Workaround(
         "platforms.shared.RetrievalPlatform.validate_request",

@@ -54,6 +54,7 @@ from vllm_kvretrieval.store.serving.worker import WorkerStore
 from vllm_kvretrieval.system_limits import SCARCE, explained
 from vllm_kvretrieval.upstream.compiled import load_compiled, warm_up_briefly
 from vllm_kvretrieval.upstream.mending import mend_model
+from vllm_kvretrieval.upstream.primitives import keep_few_primitives
 from vllm_kvretrieval.upstream.seeds import prompts_without_seeds
 from vllm_kvretrieval.upstream.verifying import verify_as_asked
 
@@ -113,6 +114,7 @@ class RetrievalCPUWorker(CPUWorker):
 
         With a store, the weights are hashed meanwhile.
         """
+        keep_few_primitives()
         offer_kernels(first=self.planner.attention.own)
         with new_memory_in_huge_pages() as weights:
             if self.retrieval_config.store is None:
