@@ -20,7 +20,7 @@ COPIED = "files"
 JOURNAL = "benchmarks/journal"
 TO_DOCS = re.compile(r"(\]\()\.\./\.\./docs/")
 CODE = re.compile(r"(<code[^>]*>)(.*?)(</code>)", re.DOTALL)
-OPTION = re.compile(r"(?<=\s)--?[A-Za-z][^\n<]*?(?: \\(?=\n))?(?=\s+--?[A-Za-z]|\s*\n|$)")
+OPTION = re.compile(r"(?<!\S)--?[A-Za-z][^\n<]*?(?: \\(?=\n))?(?=\s+--?[A-Za-z]|\s*\n|$)")
 PERCENT = re.compile(r"(?<=\d) %")
 
 

@@ -403,6 +403,7 @@ class Loop:
             _say(f"/budget wants a number of tokens: {error}.")
             return
         self._conversation.options["vllm_xargs"]["kv_retrieval_budget"] = budget
+        _say(f"From now on answers attend to {budget:,} tokens.")
 
     def _show_sources(self) -> None:
         if self._last is None:
