@@ -16,6 +16,7 @@ others, too. To see a method as its paper has it, run it alone. Options of the e
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -35,6 +36,8 @@ from vllm_kvretrieval.retrieval.model_files import check_model
 
 FULL = "full attention"
 METHODS = ("kvretrieval", "freekv", "quest", "streamingllm")
+MARKERS = "os^DvPX<>*d"
+"""Shapes of the points of a plot: one more than there are colours, so that no two are alike."""
 OF_ITSELF = ("streamingllm",)
 """Methods that every server offers."""
 
@@ -144,14 +147,15 @@ def plot(rows: Sequence[Row], file: Path) -> Drawing:
     """Draw time against agreement, one point for each method, as a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
-        axes.scatter(row.ms, row.same)
-        axes.annotate(row.method, (row.ms, row.same), textcoords="offset points", xytext=(5, 5))
+    for row, marker in zip(rows, itertools.cycle(MARKERS)):
+        axes.scatter(row.ms, row.same, marker=marker, label=row.method, clip_on=False)
     axes.set(xlabel="milliseconds per token", ylabel="tokens as with full attention")
-    axes.margins(0.2)  # room for the names
+    axes.set_xlim(0, 1.1 * max(row.ms for row in rows))
+    axes.set_ylim(0, 1.1 * max(row.same for row in rows))
     axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
     figure.savefig(file, format="png")
     return Drawing(file)
 

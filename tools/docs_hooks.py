@@ -20,7 +20,8 @@ COPIED = "files"
 JOURNAL = "benchmarks/journal"
 TO_DOCS = re.compile(r"(\]\()\.\./\.\./docs/")
 CODE = re.compile(r"(<code[^>]*>)(.*?)(</code>)", re.DOTALL)
-OPTION = re.compile(r"(?<=\s)--?[A-Za-z][^\n<]*?(?=\s+--?[A-Za-z]|\s+\\\n|\s*\n|$)")
+OPTION = re.compile(r"(?<!\S)--?[A-Za-z][^\n<]*?(?: \\(?=\n))?(?=\s+--?[A-Za-z]|\s*\n|$)")
+PERCENT = re.compile(r"(?<=\d) %")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -46,8 +47,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Let wide commands wrap in front of an option; a page of one heading needs no contents."""
+    """Let wide commands wrap in front of an option; a page of one heading needs no contents.
+
+    Numbers and their percent signs stay on one line.
+    """
     if not any(heading.children for heading in page.toc):
         page.meta["hide"] = ["toc"]
     option = r'<span class="option">\g<0></span>'
-    return CODE.sub(lambda code: code[1] + OPTION.sub(option, code[2]) + code[3], html)
+    html = CODE.sub(lambda code: code[1] + OPTION.sub(option, code[2]) + code[3], html)
+    return PERCENT.sub("\N{NO-BREAK SPACE}%", html)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.documents import write_pdf
 from tests.support.local_http import listening, name_dead_proxy
 from vllm_kvretrieval.chat import command, conversation
-from vllm_kvretrieval.chat.command import described, own_log
+from vllm_kvretrieval.chat.command import Loop, described, own_log
 from vllm_kvretrieval.chat.conversation import Passage, prominence, stretches
 from vllm_kvretrieval.chat.documents import Document
 from vllm_kvretrieval.chat.server import Server
@@ -259,3 +259,19 @@ def test_passages_of_neighbours():
     """The first page is everybody's."""
     assert stretches([9, 0.1, 0.5, 0.4, 0, 0.3, 0.2], 3) == [(2, 4), (5, 6)]
     assert stretches([9], 3) == []
+
+
+def test_ctrl_c_at_the_prompt_does_not_end_the_chat(monkeypatch, capsys):
+    """It may be meant for an answer that has just ended."""
+    typed = iter([KeyboardInterrupt, "/help", EOFError])
+
+    def read(prompt=""):
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert [*Loop(None).typed()] == ["/help"]
+    assert "/quit or Ctrl-D ends the chat." in capsys.readouterr().err

@@ -3,12 +3,14 @@
 import importlib.util
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.documents import write_pdf
 from vllm_kvretrieval.chat.documents import DocumentError, read_document
+from vllm_kvretrieval.chat.html_text import text_of_html
 
 HTML = """<!DOCTYPE html><html><head><title>Report</title><style>p {color: red}</style></head>
 <body><h1>Ships</h1><script>alert("no")</script><p>The <b>Kestrel</b> sank &amp; rose.</p>
@@ -49,6 +51,56 @@ def test_html_without_markup(file, name):
 def test_html_says_how_it_is_encoded(file):
     page = '<html><meta charset="iso-8859-1"><p>Tïtle</p>'.encode("latin-1")
     assert read_document(file("a.html", page)).text == "Tïtle\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<a title='a > b'>one</a> <p class=it's>two</p>", "one\ntwo"),
+        ('<p title="a > b>one', "b>one"),
+        ("1 < 2 <3 </4 a<b", "1 < 2 <3 </4 a<b"),
+        ("<script>if (a <!-- b) </scripts> {'</script >one<style>a</style/>two", "onetwo"),
+        ("one<script>two", "one"),
+        ("one<!-- two > -->three<!-- four", "onethree"),
+        ("one<![if !vml]>two<![<!a>three<?php four ?>five", "onetwothreefive"),
+        (
+            "one<svg><g>two</g></svg><svg/><template>a<template>b</template></template>three",
+            "onethree",
+        ),
+        ("&lt;p&gt; &amp;amp; &#x41;&#66;&#xD800;&#99999999;", "<p> &amp; AB\ufffd\ufffd"),
+        ("<LI>one<BR/>two<lis>three", "one\ntwothree"),
+    ],
+)
+def test_html_of_any_kind(page, text):
+    assert text_of_html(page) == text + "\n"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *(
+            "<",
+            "<!--",
+            "<a ",
+            "</",
+            "</a ",
+            "<?",
+            "<!",
+            "<![",
+            "<div>",
+            "<script>",
+            "<svg>",
+            "&",
+            "&#",
+        ),
+        *('<a x="', "<a x='", '="', '<a x="">', "<p>\n\n\n", "&#9", "9", "<style>a</style", "</p"),
+    ],
+)
+def test_hostile_html_takes_no_longer(piece):
+    """Than its length; a megabyte of such a piece took Python's own parser minutes, or broke it."""
+    began = time.process_time()
+    text_of_html("<html>text &#" + piece * (1_000_000 // len(piece)))
+    assert time.process_time() - began < 5
 
 
 def test_html_that_cannot_be_as_it_says(file):

@@ -38,8 +38,9 @@ def vllm_config():
 @pytest.fixture
 def client_of(vllm_config, monkeypatch):
     """What the endpoints of a server with these options and workers answer."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
-    def make(told=(), **options):
+    def make(told=(), allowed_origins=(), api_key=None, **options):
         own = {**vllm_config.additional_config["kv_retrieval"], **options}
         monkeypatch.setitem(vllm_config.additional_config, "kv_retrieval", own)
 
@@ -50,7 +51,8 @@ def client_of(vllm_config, monkeypatch):
         engine = SimpleNamespace(vllm_config=vllm_config, collective_rpc=call)
         app, plugin = FastAPI(), Endpoints()
         plugin.attach_router(app)
-        asyncio.run(plugin.init_state(engine, app.state, Namespace()))
+        args = Namespace(allowed_origins=allowed_origins, api_key=api_key)
+        asyncio.run(plugin.init_state(engine, app.state, args))
         return TestClient(app)
 
     return make
@@ -232,6 +234,34 @@ def test_pages_of_others_may_not_ask(client_of, headers, status):
     client = client_of()
     assert client.get(f"{ROOT}/documents", headers=headers).status_code == status
     assert client.post(f"{ROOT}/documents", json=TEXT, headers=headers).status_code == status
+    told = client.get("/v1/kv_store", headers=headers)
+    assert told.status_code == (403 if status == 403 else 404), "this server has no store"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("localhost:8000", 200),
+        ("server", 200),
+        ("server.local", 200),
+        ("good.example", 200),
+        ("evil.example:8000", 403),
+        ("good.example:81", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[evil.example", 403),
+    ],
+)
+@pytest.mark.parametrize("header", ["Accept-Language", "Sec-Fetch-Site"])
+def test_a_name_that_its_owner_lets_lead_here(client_of, host, status, header):
+    """His page counts as the server's own; it has no API key, and is no program of the user's."""
+    allowed = ["*", "https://good.example"]
+    headers = {"Host": host, header: "same-origin"}
+    ask = client_of(allowed_origins=allowed).get
+    assert ask(f"{ROOT}/documents", headers=headers).status_code == status
+    assert ask(f"{ROOT}/documents", headers={"Host": host}).status_code == 200
+    assert client_of(api_key=["k"]).get(f"{ROOT}/documents", headers=headers).status_code == 200
 
 
 def test_sources(client_of):

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -145,6 +145,18 @@ def ask(page: Tab, beside: bool = False) -> None:
     page.wait("!state.answer && at('answers').childElementCount > 0")
 
 
+def give(page: Tab, name: str, content: Iterable[int]) -> None:
+    page.run(
+        f"""(() => {{
+            const files = new DataTransfer();
+            files.items.add(new File([new Uint8Array({[*content]})], {json.dumps(name)}));
+            at("file").files = files.files;
+            at("file").dispatchEvent(new Event("change"));
+        }})()"""
+    )
+    page.wait("!at('error').hidden || state.document")
+
+
 def press(page: Tab, key: str) -> None:
     text = {"text": "\r"} if key == "Enter" else {}
     code = {"key": key, "code": key, "windowsVirtualKeyCode": KEY[key]}
@@ -177,18 +189,17 @@ def test_a_key_that_is_no_address(page):
     ],
 )
 def test_files(page, content, said):
-    page.run(
-        f"""(() => {{
-            const files = new DataTransfer();
-            files.items.add(new File([new Uint8Array({content})], "a.bin"));
-            at("file").files = files.files;
-            at("file").dispatchEvent(new Event("change"));
-        }})()"""
-    )
-    page.wait("!at('error').hidden || state.document")
+    give(page, "a.bin", content)
     assert page.run("at('error').textContent").startswith(said)
     assert page.run("state.document?.text ?? ''") == ("" if said else "T")
     assert page.run("at('file').files.length") == 0, "the same file can be named again"
+
+
+def test_words_of_html_stay_apart(page):
+    """A page need not have a line for each paragraph."""
+    html = "<p>One.</p><p>Two<b>fold</b><br>three<ul><li>a</li><li>b</li></ul>"
+    give(page, "a.html", html.encode())
+    assert page.run("state.document.text") == "One.\nTwofold\nthree\na\nb"
 
 
 def test_a_server_that_goes_away(page):

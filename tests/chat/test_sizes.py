@@ -89,6 +89,18 @@ def test_a_document_that_is_too_long(planned):
         planned(text=TEXT * 6, engine=["--max-model-len", "4096"])
 
 
+def test_a_document_that_is_far_too_long(planned, monkeypatch):
+    """It is not counted to its end, which would take minutes, and all of the memory."""
+    monkeypatch.setattr(sizes, "PIECE", 2 * len(TEXT))
+    assert planned(text=TEXT * 5)[1].tokens == 1001 + 1001 + 501
+    encoded = []
+    tokenizer = SimpleNamespace(encode=lambda text: encoded.append(text) or range(1001))
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda _: tokenizer)
+    with pytest.raises(TooLongError, match="have 500,500 tokens of this model"):
+        planned(text=TEXT * 1000)
+    assert len(encoded) == 9
+
+
 def test_room_for_long_answers(planned):
     """Before a server starts that could not give them."""
     assert planned(answer=7000)[1].length == 8192

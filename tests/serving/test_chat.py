@@ -21,9 +21,9 @@ WAIT_S = 300
 
 @pytest.fixture
 def chat(tmp_path):
-    """Starts the command for a document of some 22,000 tokens, in one directory each time."""
+    """Starts the command for a document of some 12,000 tokens, in one directory each time."""
     path = tmp_path / "report.html"
-    path.write_text(f"<html><p>{480 * FILLER}</p><p>{NEEDLE}</p><p>{480 * FILLER}</p></html>")
+    path.write_text(f"<html><p>{240 * FILLER}</p><p>{NEEDLE}</p><p>{240 * FILLER}</p></html>")
 
     def start(*options):
         program = Path(sys.executable).with_name("vllm-kvretrieval")

@@ -368,9 +368,12 @@ class Loop:
         while True:
             try:
                 line = _typed_line()
-            except (EOFError, KeyboardInterrupt):
+            except (EOFError, KeyboardInterrupt) as end:
                 print(file=sys.stderr)
-                return
+                if isinstance(end, EOFError) or not sys.stdin.isatty():
+                    return
+                _say("/quit or Ctrl-D ends the chat.")  # an answer may have ended just before
+                continue
             yield line
 
     def take(self, line: str) -> None:
@@ -400,6 +403,7 @@ class Loop:
             _say(f"/budget wants a number of tokens: {error}.")
             return
         self._conversation.options["vllm_xargs"]["kv_retrieval_budget"] = budget
+        _say(f"From now on answers attend to {budget:,} tokens.")
 
     def _show_sources(self) -> None:
         if self._last is None:

@@ -7,8 +7,9 @@ import re
 import shlex
 from bisect import bisect_right
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
+
+from vllm_kvretrieval.chat.html_text import text_of_html
 
 MOST_BYTES = 256 << 20
 """The largest file that is read."""
@@ -36,13 +37,6 @@ MARKS = {
 }
 """Beginnings of text files that say how they are encoded."""
 CHARSET = re.compile(rb"""<meta[^>]+charset=["']?([\w-]+)""", re.IGNORECASE)
-BLOCKS = frozenset(
-    "address article aside blockquote br caption dd div dl dt figcaption footer form h1 h2 h3 h4 "
-    "h5 h6 header hr li main nav ol option p pre section table td th title tr ul".split()
-)
-"""Elements of HTML that begin a line."""
-UNSEEN = frozenset(("script", "style", "template", "noscript", "svg"))
-"""Elements of HTML whose text a reader does not see."""
 
 
 class DocumentError(ValueError):
@@ -95,10 +89,7 @@ def read_document(path: Path) -> Document:
     )
     text = _decoded(path, content, bool(html))
     if html:
-        parser = _TextOfHtml()
-        parser.feed(text)
-        parser.close()
-        text = parser.text()
+        text = text_of_html(text)
     if not text.strip():
         what = "has no text, only markup" if html else "is empty"
         raise DocumentError(f"{path} {what}; name a file with text")
@@ -132,36 +123,6 @@ def _decoded(path: Path, content: bytes, html: bool) -> str:
             f"{path} is not {encoding or 'UTF-8'} text; if you know its encoding, convert it, for "
             f"instance: iconv -f ISO-8859-1 -t UTF-8 {file} > {shlex.quote(path.stem)}-utf8.txt"
         ) from None
-
-
-class _TextOfHtml(HTMLParser):
-    """What a reader of a page sees, a line for each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pieces = list[str]()
-        self._unseen = 0
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self._unseen += tag in UNSEEN
-        if tag in BLOCKS:
-            self._pieces.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in UNSEEN and self._unseen:
-            self._unseen -= 1
-        if tag in BLOCKS:
-            self._pieces.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._unseen:
-            self._pieces.append(data)
-
-    def text(self) -> str:
-        """The text, without empty lines but one between blocks."""
-        lines = ("".join(self._pieces)).split("\n")
-        text = "\n".join(" ".join(line.split()) for line in lines)
-        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _read_pdf(path: Path, content: bytes) -> Document:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 READY_S = 600
+DRAIN_S = 10
+"""How long a server that is stopped may store what it has read; else vLLM kills it at once."""
 STOP_S = 20
 POLL_S = 0.5
 
@@ -48,8 +50,8 @@ class Server:
         self._settings, self._secrets = settings, secrets or {}
         self.port = _free_port()
         executable = Path(sys.executable).with_name("vllm")
-        address = ["--host", HOST, "--port", str(self.port)]
-        self._command = [str(executable), "serve", model, *address, *options]
+        own = ["--host", HOST, "--port", str(self.port), "--shutdown-timeout", str(DRAIN_S)]
+        self._command = [str(executable), "serve", model, *own, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

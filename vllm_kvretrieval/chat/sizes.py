@@ -17,6 +17,8 @@ ROOM = 1536
 """Tokens beside the documents, for questions and answers, at least."""
 QUESTIONS = 512
 """The same beside the longest answer."""
+PIECE = 1 << 20
+"""Characters whose tokens are counted at once."""
 STEP = 1024
 """Lengths of contexts that are not the model's longest are multiples of this."""
 KEPT = 2
@@ -109,7 +111,7 @@ def plan(
         raise RetrievalConfigError(f"{model}: {refusal(error)}") from None
     # Of the options: --max-model-len in them is the longest.
     longest = min(own_length(config), int(vllm_config.model_config.max_model_len))
-    tokens = count_tokens(vllm_config.model_config, texts)
+    tokens = count_tokens(vllm_config.model_config, texts, longest)
     room = max(ROOM, QUESTIONS + answer)
     needed = tokens + room
     if needed > longest:
@@ -246,18 +248,29 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 
-def count_tokens(model_config: Any, texts: Sequence[str]) -> int:
+def count_tokens(model_config: Any, texts: Sequence[str], most: int) -> int:
     """Tokens of texts, by the model's tokenizer.
+
+    A tokenizer wants some hundred bytes for each token, so long texts are counted in pieces. Once
+    they have too many, the rest is estimated by what was counted.
 
     Args:
         model_config: vLLM's configuration of the model.
         texts: The texts.
+        most: Tokens beyond which they are too many.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
     with quiet():
         tokenizer: Any = cached_tokenizer_from_config(model_config)
-    return sum(len(tokenizer.encode(text)) for text in texts)
+    pieces = (text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE))
+    tokens = characters = 0
+    for piece in pieces:
+        tokens += len(tokenizer.encode(piece))
+        characters += len(piece)
+        if tokens > most:
+            break
+    return tokens * sum(map(len, texts)) // max(characters, 1)
 
 
 def folder_name(model: str) -> str:

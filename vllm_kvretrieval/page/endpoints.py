@@ -2,16 +2,14 @@
 
 vLLM loads them only where ``VLLM_PLUGINS`` names ``kvretrieval``, and those of this file answer
 only with the server's option ``sources``. As data is below ``/v1``, vLLM asks for its API key. The
-page itself is three files of this package, and has no data. Where there is no API key, a page of
-another server must not read what a browser on this machine can reach: requests that a browser sends
-for one are refused.
+page itself is three files of this package, and has no data. Requests that a browser sends for pages
+of other servers are refused.
 """
 
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi import Path as InPath
@@ -23,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.page.library import MOST_CHARACTERS, Library, Text
 from vllm_kvretrieval.store.endpoints import StoreEndpoints
+from vllm_kvretrieval.store.origins import check_origin
 
 STATE = "kv_retrieval_page"
 """The attribute of the application's state with what the page has; None: it is not asked for."""
@@ -67,20 +66,8 @@ def _page(request: Request) -> Page:
     return page
 
 
-def _check_origin(request: Request) -> None:
-    """Refuse what a browser sends for a page of another server.
-
-    vLLM by default lets all pages read its answers (``--allowed-origins``).
-    """
-    origin, host = request.headers.get("Origin"), request.headers.get("Host")
-    site = request.headers.get("Sec-Fetch-Site", "same-origin")
-    foreign = origin is not None and urlsplit(origin).netloc != host
-    if foreign or site not in ("same-origin", "none"):
-        raise HTTPException(403, "Pages of other servers may not ask this.")
-
-
 router = APIRouter(tags=["kv_retrieval"])
-data = APIRouter(prefix="/v1/kv_retrieval", dependencies=[Depends(_check_origin)])
+data = APIRouter(prefix="/v1/kv_retrieval", dependencies=[Depends(check_origin)])
 
 
 @router.get("/kvretrieval{file:path}", include_in_schema=False)

@@ -1,7 +1,8 @@
 """HTTP endpoints for the store, beside vLLM's: list contexts, pin them, unpin them, drop them.
 
 vLLM loads them only where ``VLLM_PLUGINS`` names ``kvretrieval``. As they are below ``/v1``, vLLM
-asks for its API key, which all clients have. So they may have a key of their own, too.
+asks for its API key, which all clients have. So they may have a key of their own, too. Pages of
+other servers are refused.
 """
 
 import os
@@ -19,6 +20,7 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.store.disk.changes import change
 from vllm_kvretrieval.store.disk.names import UnknownContextError
 from vllm_kvretrieval.store.listing import listed
+from vllm_kvretrieval.store.origins import check_origin, note_origins
 
 KEY_VARIABLE = "KVRETRIEVAL_STORE_API_KEY"
 KEY_HEADER = "X-Store-API-Key"
@@ -34,7 +36,11 @@ def _check_key(request: Request) -> None:
         raise HTTPException(403, f"The store's own API key is needed ({KEY_HEADER}).")
 
 
-router = APIRouter(prefix="/v1/kv_store", tags=["kv_store"], dependencies=[Depends(_check_key)])
+router = APIRouter(
+    prefix="/v1/kv_store",
+    tags=["kv_store"],
+    dependencies=[Depends(check_origin), Depends(_check_key)],
+)
 
 
 class Meant(BaseModel):
@@ -94,7 +100,7 @@ class StoreEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Note where the engine's store is, and the key.
+        """Note where the engine's store is, the key, and which pages may ask.
 
         Raises:
             RetrievalConfigError: The key is empty.
@@ -102,6 +108,7 @@ class StoreEndpoints:
         config = None if engine_client is None else engine_client.vllm_config
         own = config and RetrievalConfig.from_vllm(config)
         setattr(state, STATE, own and own.store)
+        note_origins(state, args)
         key = os.environ.get(KEY_VARIABLE)
         if key is not None and not key.strip():
             raise RetrievalConfigError(

@@ -80,7 +80,8 @@ def notes(tasks: Sequence[RulerTask], cells: Scores) -> list[str]:
     counting = counted(answered, cells)
     others = [task.short for task in answered if task not in counting]
     limits = " or ".join(f"{each:g}" for each in sorted({t.counts_above for t in answered}))
-    found = f"Means are over the {len(counting)} tasks that full attention scores above {limits}"
+    over = f"{len(counting)} task{'s'[: len(counting) != 1]}"
+    found = f"Means are over the {over} that full attention scores above {limits}"
     found += f" in{', so without ' if others else ''}{', '.join(others)}."
     lines = [found]
     if counting:

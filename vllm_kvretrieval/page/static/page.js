@@ -3,6 +3,9 @@
 
 const LEAST = 512, MOST = 4096, SOON_MS = 2000; // tokens that are read at once; quick pieces grow
 const MOST_FILE = 8000000, MAX_TOKENS = 200, PASSAGES = 8, LEVELS = 5;
+const BLOCKS = // elements of HTML that begin a line, and end one
+  "address, article, aside, blockquote, br, caption, dd, div, dl, dt, figcaption, footer, form, h1, h2, " +
+  "h3, h4, h5, h6, header, hr, li, main, nav, ol, option, p, pre, section, table, td, th, tr, ul";
 const at = (id) => document.getElementById(id);
 const state = {
   key: "", model: "", options: null, document: null, turns: [], shown: null,
@@ -127,6 +130,7 @@ async function addFile() {
   if (/\.html?$/i.test(file.name)) {
     const parsed = new DOMParser().parseFromString(text, "text/html"); // runs and loads nothing
     parsed.querySelectorAll("script, style, template, noscript, svg").forEach((part) => part.remove());
+    parsed.querySelectorAll(BLOCKS).forEach((part) => (part.before("\n"), part.after("\n")));
     text = parsed.body.textContent.replace(/[ \t]+/g, " ").replace(/\s*\n\s*/g, "\n").trim();
   }
   if (!text.trim()) throw new Error(`${file.name} has no text.`);
