@@ -155,6 +155,26 @@ def test_an_aborted_answer_leaves_nothing(served, expected):
     assert_same(served.drive([long, after])[1], expected["grows"][0], TOLERANCE)
 
 
+def test_a_home_in_host_memory(model, expected):
+    """Each alone, then some in a crowd; what is dropped leaves its slot to what is kept."""
+    options = OURS["additional_config"]["kv_retrieval"] | {"home": "host"}
+    with device_engine.start() as pool:
+        far = Served(pool)
+        ours = OURS | {"additional_config": {"kv_retrieval": options}}
+        far.open_engine(model, EMULATED | ours | {"num_gpu_blocks_override": 26})
+        for name, request in REQUESTS.items():
+            answer, kept, _ = expected[name]
+            assert_same(far.drive([request])[0], answer, TOLERANCE)
+            if name in DROPPING:
+                kept_tokens.assert_same(far.kept(), kept)
+        names = ["h2o", "tova", "raas", "streamingllm"]
+        for answer, name in zip(far.drive([REQUESTS[n] for n in names]), names, strict=True):
+            assert_same(answer, expected[name][0], TOLERANCE)
+        late, early = far.launched_late()
+        assert early > 3
+        assert late == []
+
+
 def test_every_step_is_the_specifications(served):
     """Lists, and what is dropped; and nothing was compiled while requests were served."""
     assert served.pool.submit(device_specification.lists).result() > 100

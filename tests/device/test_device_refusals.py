@@ -104,10 +104,23 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"exact_below": 999},
         "kv_retrieval.exact_below=999 has no effect with h2o, which keeps tokens by the attention",
     ),
-    "kept tokens in host memory": (
-        "snapkv",
-        {"home": "host"},
-        "kv_retrieval.home=host keeps whole pages on the GPU, and snapkv selects single tokens",
+    "uneven pages in host memory": (
+        "freekv",
+        {"home": "host", "budget_shares": "pyramid"},
+        "kv_retrieval.home=host gives all KV heads as many slots, and freekv divides pages "
+        "unevenly (budget_shares); set budget_shares=uniform, or home=device",
+    ),
+    "everything from host memory": (
+        "razor",
+        {"home": "host", "heads": [[1] * 4] * 2},
+        "home='host' is for methods that read little of a context at a step, and razor lets some "
+        "heads read everything; use another method, or home=device",
+    ),
+    "more tokens than slots": (
+        "fier",
+        {"home": "host", "budget": 8192},
+        f"kv_retrieval.home=host serves budgets of up to {MOST_SLOTS} tokens, {MOST_SLOTS} slots "
+        "of 1, and a step may have 8192; lower budget (or max_budget).",
     ),
     "kept tokens beside pages": (
         "snapkv",
@@ -200,8 +213,9 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more than slots": (
         LLAMA,
         retrieval(home="auto", budget=(MOST_SLOTS + 1) * 32),
-        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS} pages, and "
-        f"{(MOST_SLOTS + 1) * 32} tokens have {MOST_SLOTS + 1} of page_size=32; lower budget",
+        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS * 32} tokens, {MOST_SLOTS} "
+        f"slots of 32, and a step may have {(MOST_SLOTS + 1) * 32}; lower budget (or max_budget), "
+        "or use larger pages.",
     ),
     "large pages": (
         LLAMA,

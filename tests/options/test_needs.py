@@ -27,6 +27,7 @@ EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.DROPS_ALIKE: ("tova", {}),
     Need.PROMPTS: ("snapkv", {}),
     Need.UNEVEN_SHARES: ("freekv", {"budget_shares": "pyramid"}),
+    Need.UNEVEN_PAGES: ("quest", {"budget_shares": "pyramid"}),
     Need.UNEVEN_TOKENS: ("fier", {"budget_shares": "pyramid"}),
     Need.MASS: ("twilight", {}),
     Need.REMAINDER: ("kvretrieval", {"remainder": 0.01}),

@@ -191,13 +191,24 @@ class Other(Mean):
         {"drafts": 3, "seed": 5},
         {"filters": True, "drafts": 5, "seed": 6},
         {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
+        {"positions": True, "drafts": 3, "seed": 7},
+        {"positions": True, "filters": True, "seed": 8},
     ],
 )
 def test_tokens(interpreted, case):
     interpreted(device_checks.token_steps, **case)
 
 
-@pytest.mark.parametrize("case", [{}, {"drafts": 3, "seed": 1}, {"kv_heads": 3, "most": 64}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"drafts": 3, "seed": 1},
+        {"kv_heads": 3, "most": 64},
+        {"positions": True, "seed": 2},
+        {"positions": True, "drafts": 2, "seed": 3},
+    ],
+)
 def test_kept_tokens(interpreted, case):
     interpreted(device_checks.kept_lists, **case)
 

@@ -151,7 +151,8 @@ class DevicePlan(ScoreRoom):
     Attributes:
         lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
             as positions in the context or as units, ``page_id * kv_heads + kv_head``. With tokens,
-            the tokens, ``unit * page_size + place in the page``; entries are then tokens, too.
+            the tokens, likewise: as positions, or ``unit * page_size + place in the page``; entries
+            are then tokens, too.
         lengths: int32 [>= N], written: tokens of these pages; -1: the row attends to its whole
             context, and its list is not written.
         positions: Whether ``lists`` holds positions. Otherwise it holds units.
@@ -340,8 +341,8 @@ class DeviceOps(Protocol):
         records of the contexts, and scores.
 
         Args:
-            query, rows, requests: See :meth:`plan_decode`. Contexts of rows with a chooser are
-                beyond their budgets.
+            query, rows, requests: See :meth:`plan_decode`. A context within its budget that has a
+                chooser is listed as a whole.
             choosers: By their numbers. Those without an index select nothing.
             plan: A plan for tokens, written.
 

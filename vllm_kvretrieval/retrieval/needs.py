@@ -32,6 +32,7 @@ class Need(Enum):
     DROPS_ALIKE = "drops the same tokens in all KV heads of a layer (schedule running or sliding)"
     PROMPTS = "keeps tokens by the attention of whole prompts"
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
+    UNEVEN_PAGES = "divides pages unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
     MASS = "selects up to a mass of the attention (mass)"
     TOKEN_MASS = "selects single tokens up to a mass of the attention (mass)"
@@ -116,8 +117,7 @@ GPU = Setting(
 GPU_HOST = Setting(
     "home=host",
     {
-        Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}"),
-        Need.UNEVEN_SHARES: Lack(
+        Need.UNEVEN_PAGES: Lack(
             "gives all KV heads as many slots", "set budget_shares=uniform, or home=device"
         ),
     },

@@ -223,6 +223,9 @@ class RetrievalAttentionImpl(AttentionImpl):
         assert self.side is not None
         plan, partial, lse = self.workspace.of(len(rows))
         requests, room = self.requests, self.workspace.ahead(len(rows))
+        pairs = len(lse)
+        scores = plan.scores[:pairs] if self.weighers else None
+        rules = self._of_queries(rows) | {"scores": scores}
         if self.far is not None:
             self.far.attend_to_selection(
                 query,
@@ -237,27 +240,16 @@ class RetrievalAttentionImpl(AttentionImpl):
                 lse,
                 self.scale,
                 output,
-                **self._of_queries(rows),
+                **rules,
             )
-            return
-        for method in self.methods:
-            method.choose(self.ops, query, rows, requests, plan)
-        if any(method.looks_ahead for method in self.methods):
-            self.side.submit(lambda: self._look_ahead(rows, requests, room))
-        pairs = len(lse)
-        scores = plan.scores[:pairs] if self.weighers else None
-        self.ops.sparse_decode(
-            query,
-            self.units,
-            plan.lists[:pairs],
-            plan.lengths[:pairs],
-            self.scale,
-            output,
-            lse,
-            partial,
-            scores=scores,
-            **self._of_queries(rows),
-        )
+        else:
+            for method in self.methods:
+                method.choose(self.ops, query, rows, requests, plan)
+            if any(method.looks_ahead for method in self.methods):
+                self.side.submit(lambda: self._look_ahead(rows, requests, room))
+            lists, lengths = plan.lists[:pairs], plan.lengths[:pairs]
+            of_lists = lists, lengths, self.scale, output, lse, partial
+            self.ops.sparse_decode(query, self.units, *of_lists, **rules)
         for weigher in self.weighers:
             weigher.attended(self.ops, rows, scores, lse)
 

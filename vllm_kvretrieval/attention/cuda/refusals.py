@@ -221,12 +221,13 @@ def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> Non
     if config.slow_home:
         GPU_HOST.check(config.methods.values(), f"kv_retrieval.home={config.home}")
     _check_codec(config, drafts)
-    pages = -(-(config.budget_limit + drafts) // config.page_size)
-    if config.slow_home and pages > MOST_SLOTS:
+    most = MOST_SLOTS * config.slot_tokens
+    if config.slow_home and config.budget_limit + drafts > most:
+        larger = "" if config.token_major else ", or use larger pages"
         raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} serves budgets of up to {MOST_SLOTS} pages, and "
-            f"{config.budget_limit + drafts} tokens have {pages} of page_size={config.page_size}; "
-            "lower budget (or max_budget), or use larger pages."
+            f"kv_retrieval.home={config.home} serves budgets of up to {most} tokens, {MOST_SLOTS} "
+            f"slots of {config.slot_tokens}, and a step may have {config.budget_limit + drafts}; "
+            f"lower budget (or max_budget){larger}."
         )
 
 

@@ -16,7 +16,7 @@ from vllm_kvretrieval.engine.running import Note, logger, read_options, write_op
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 from vllm_kvretrieval.methods import Step
-from vllm_kvretrieval.methods.kept_prompts import KeptPrompts, Watch, kept_prompts
+from vllm_kvretrieval.methods.kept_prompts import NEVER, KeptPrompts, Watch, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.seats import SEAT
@@ -264,11 +264,11 @@ class RunningRequests:
         if self.kept is None:
             return
         assert self._most is not None
+        assert self._selected is not None
         record = self._records[seat]
-        method = int(record["method"])
+        method, end = int(record["method"]), note.tokens
         self._unread.discard(seat)
         self.kept.admit(seat, method, note.tokens, options.budget, options.exact)
-        self._ends.stage_write_elem(seat, note.tokens)
         if self.kept.keeps[seat]:
             self._unread.add(seat)
             if self.kept.methods[method].budget_shares.entropy is None:
@@ -277,8 +277,12 @@ class RunningRequests:
             if self.kept.methods[method].drops:  # from its first step on
                 for name in ("total", "sink", "window", "select"):
                     record[name] = 0
-        elif method in self.kept.methods:  # all of a prompt that fits, and all after it
-            record["exact"] = True
+        elif method in self.kept.methods and not options.exact:  # a prompt that fits
+            if self._far:  # all of the context is listed, and held in slots
+                end, self._selected[seat], record["total"] = 0, 0, NEVER
+            else:
+                record["exact"] = True
+        self._ends.stage_write_elem(seat, end)
 
     def apply(self) -> None:
         """Write the staged options to the device, before the step that needs them."""
