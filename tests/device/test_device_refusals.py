@@ -180,16 +180,23 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"kv_offloading_size": 1},
         "freekv does not support vLLM's offloading on a GPU yet: * Leave --kv-offloading-size out.",
     ),
-    "connector": (
+    "connector of another layout": (
         LLAMA,
         {"kv_transfer_config": TRANSFER},
-        "freekv does not support the KV connector ExampleConnector on a GPU yet: nobody would "
-        "index the blocks that it loads. Leave --kv-transfer-config out.",
+        "freekv keeps keys and values of its retrieval layers token by token, and the KV connector "
+        "ExampleConnector may bring them from instances that do not * say so: * got None.",
+    ),
+    "connector to host memory": (
+        LLAMA,
+        {"kv_transfer_config": TRANSFER} | retrieval(home="host"),
+        "kv_retrieval.home=host cannot be combined with the KV connector ExampleConnector, which "
+        "would write to host memory as to the device's; leave --kv-transfer-config out, or use "
+        "home=device.",
     ),
     "filled late": (
         LLAMA,
-        bench(),
-        "freekv indexes what DecodeBenchConnector has filled once, at the start: add "
+        bench() | retrieval(home="host"),
+        "with kv_retrieval.home=host DecodeBenchConnector has to fill the cache at the start: add "
         '"kv_connector_extra_config": {"startup_fill": true}.',
     ),
     "disk": (

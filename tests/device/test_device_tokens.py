@@ -24,7 +24,11 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"heads": [[1, 0], [0, 0], [0, 1], [1, 1]]},
 }
 FAR = {"home": "host"}
-HOMES = [(method, {}) for method in METHODS] + [(method, FAR) for method in ("fier", "omnikv")]
+HOMES = [
+    *((method, {}) for method in METHODS),
+    ("fier", FAR),
+    pytest.param("omnikv", FAR, marks=pytest.mark.slow),
+]
 REQUESTS = {
     "own": Request(prompt(133, 44), 5, {}),
     "longer": Request(prompt(180, 42), 5, {}),

@@ -183,6 +183,8 @@ class RetrievalAttentionImpl(AttentionImpl):
             return output
         if self.far is not None:
             self.far.begin(key, value, step.rows)
+        if step.loaded is not None:
+            self._index_loaded(key, value, kv_cache, step.rows, step.loaded)
         if step.lead:
             own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
             self.half.forward(layer, *own[:3], kv_cache, step.rest, own[3], *scales)
@@ -201,6 +203,22 @@ class RetrievalAttentionImpl(AttentionImpl):
             assert self.side is not None
             self.side.wait()
         return output
+
+    def _index_loaded(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rows: DeviceRows,
+        pages: torch.Tensor,
+    ) -> None:
+        """Index pages that a connector has filled, which may have come after the step's tokens.
+
+        So entries of these tokens are built anew, of all keys before them.
+        """
+        for store in self.indexes:
+            self.ops.index_pages(pages, store)
+        self.ops.write_kv(key, value, rows.slot_mapping, kv_cache, self.indexes, drafted=True)
 
     def _filter(self, query: torch.Tensor, step: RetrievalMetadata) -> None:
         assert self.filter is not None

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
+from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
@@ -112,6 +113,7 @@ class Attended(Enum):
 
 NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, np.int32, bool, bool)))
 """The batch of steps without requests: vLLM's dummy runs, and captures of graphs."""
+NOTHING_LOADED = np.zeros(0, dtype=np.int32)
 
 
 @dataclass
@@ -150,6 +152,8 @@ class RunningRequests:
         spared: int64 [capacity], on the device; selected pages that KV heads did not need.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
+        loaded: Pages that a KV connector fills; None: there is no connector.
+        loaded_pages: int32 [n]; those of them that requests have brought into the step.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
         assumed: What rows are taken to attend to, whatever they do: so that all kernels are
             compiled, and while graphs are captured.
@@ -196,6 +200,8 @@ class RunningRequests:
         self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
+        self.loaded: LoadedPages | None = None
+        self.loaded_pages = NOTHING_LOADED
         self.assumed: Attended | None = None
         self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
@@ -359,6 +365,19 @@ class RunningRequests:
                 self.kept.forget(seat)
         self.batch = NOBODY
         self._came[:] = False
+        self.loaded_pages = NOTHING_LOADED
+
+    def note_loads(self, filled: Sequence[int]) -> None:
+        """Note the blocks that a KV connector fills in a step, or later; before its requests are
+        added. With a connector a block is a page."""
+        if self.loaded is not None:
+            self.loaded.begin_step(filled)
+
+    def bring(self, blocks: Iterable[int]) -> None:
+        """Find out which blocks of requests that are added no index knows."""
+        if self.loaded is not None:
+            brought = np.unique(np.fromiter(blocks, dtype=np.int32))
+            self.loaded_pages = brought[self.loaded.among(brought)]
 
     @property
     def watches_prompts(self) -> bool:
