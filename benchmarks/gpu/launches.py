@@ -204,6 +204,12 @@ def _calls_of_codec(
         partial(kernels.write_open, tokens, tokens, _rows(), store, residency),
     )
     yield f"keep_open {name}", partial(kernels.keep_open, tokens, tokens, _rows(), store)
+    if codec == CODEC and page == LONG_PAGE and head_size == COMMON:
+        for index in INDEXES:
+            if not index.grows and not index.reads_keys:
+                built = Step(index, head_size, kv_heads=kv_heads, entry=page, page=page).records
+                opened = partial(kernels.index_open, tokens, _rows(), store, built)
+                yield f"index_open {index.name} {name.removeprefix(f'{codec} ')}", opened
     yield (
         f"recall_encoded {name}",
         partial(kernels.recall_encoded, store, slots, residency, recalls),
@@ -357,6 +363,11 @@ class Step:
             positions=positions,
             outliers=self.chooser.outliers > 0,
         )
+
+    @property
+    def records(self) -> IndexRecords:
+        """The index, without a cache."""
+        return replace(self._store, cache=None)
 
     def update(self) -> None:
         """An index that grows, and no cache."""

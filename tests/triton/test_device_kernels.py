@@ -268,7 +268,7 @@ def a_step(layer):
     ("changed", "message"),
     [
         ({"index": Other()}, "there is no kernel for index=other; use one of min_max, mean"),
-        ({"index": Mean(), "cache": None}, "the index is not over the cache that is written"),
+        ({"index": Exact(), "cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),
     ],

@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.methods import DeviceMethod
 
 MISSED_PROGRAMS = 64
@@ -163,14 +164,21 @@ class FarLayer:
             kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
         )
 
-    def begin(self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows) -> None:
+    def begin(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        indexes: Sequence[IndexRecords],
+    ) -> None:
         """Take in what the cache needs of the rows of a step, before these attend.
 
         Args:
             key, value: [tokens, kv_heads, head_size]; of the step.
             rows: The rows.
+            indexes: The layer's.
         """
-        self.home.begin(key, value, rows, self._residency)
+        self.home.begin(key, value, rows, self._residency, indexes)
 
     def attend_to_selection(
         self,

@@ -182,7 +182,7 @@ class RetrievalAttentionImpl(AttentionImpl):
                 self._filter(query, step)
             return output
         if self.far is not None:
-            self.far.begin(key, value, step.rows)
+            self.far.begin(key, value, step.rows, self.indexes)
         if step.loaded is not None:
             self._index_loaded(key, value, kv_cache, step.rows, step.loaded)
         if step.lead:

@@ -247,13 +247,6 @@ def _check_codec(config: RetrievalConfig, drafts: int) -> None:
             f"{told} encodes pages for good, and {drafts} drafts of a step may be taken back; "
             f"leave --speculative-config (or drafts) out{or_raw}."
         )
-    for method in config.methods.values():
-        if method.index is not None and not method.index.grows:
-            raise RetrievalConfigError(
-                f"{told} is served on a GPU with index=min_max, which takes keys in as they come, "
-                f"and {method.name} has index={method.index.name}, whose records are made of the "
-                f"pages; use index=min_max{or_raw}."
-            )
 
 
 def check_methods(config: RetrievalConfig) -> None:

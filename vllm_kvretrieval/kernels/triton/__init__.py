@@ -15,6 +15,7 @@ from vllm_kvretrieval.kernels.triton.encoded import (
 )
 from vllm_kvretrieval.kernels.triton.index import KINDS, index_pages
 from vllm_kvretrieval.kernels.triton.kept import list_kept
+from vllm_kvretrieval.kernels.triton.open_index import index_open
 from vllm_kvretrieval.kernels.triton.recall import recall_units
 from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
 from vllm_kvretrieval.kernels.triton.rows import prepare_rows
@@ -28,6 +29,7 @@ __all__ = [
     "count_splits",
     "drop_tokens",
     "filter_tokens",
+    "index_open",
     "index_pages",
     "keep_open",
     "list_kept",

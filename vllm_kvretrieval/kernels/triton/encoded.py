@@ -49,7 +49,7 @@ _HELD = tl.constexpr(int(Traffic.HELD))
 
 
 @triton.jit
-def _open_page(opened, seat, page, head, kv_heads, RING: tl.constexpr, UNIT: tl.constexpr):
+def open_page(opened, seat, page, head, kv_heads, RING: tl.constexpr, UNIT: tl.constexpr):
     """A page of a KV head in the ring of a seat."""
     place = (seat.to(tl.int64) * RING + page % RING) * kv_heads + head
     return opened + place * UNIT
@@ -246,7 +246,7 @@ def _write_open_kernel(
     SIZE: tl.constexpr = PAGE * 2 * HEAD_SIZE
     for page in tl.range(before // PAGE + share, after // PAGE, tl.num_programs(1)):
         unit = units + (tl.load(table + page).to(tl.int64) * kv_heads + head) * UNIT
-        old = _open_page(opened, seat, page, head, kv_heads, RING, SIZE)
+        old = open_page(opened, seat, page, head, kv_heads, RING, SIZE)
         behind = page * PAGE - before
         words = unit.to(tl.pointer_type(tl.uint16), bitcast=True)
         _encode_rows(
@@ -265,7 +265,7 @@ def _write_open_kernel(
     page = before // PAGE
     dims = tl.arange(0, DIMS)
     of_token = dims < HEAD_SIZE
-    to = _open_page(opened, seat, page, head, kv_heads, RING, SIZE)
+    to = open_page(opened, seat, page, head, kv_heads, RING, SIZE)
     to += before % PAGE * (2 * HEAD_SIZE) + dims
     k = tl.load(key + first.to(tl.int64) * key_stride + dims, mask=of_token)
     tl.store(to, k, mask=of_token)
@@ -472,7 +472,7 @@ def _recall_encoded_kernel(
         head = target // capacity % kv_heads
         _decode_part(
             units + source * UNIT,
-            _open_page(opened, seat, page, head, kv_heads, RING, SIZE),
+            open_page(opened, seat, page, head, kv_heads, RING, SIZE),
             page >= tl.load(open_from + seat),
             slots + target.to(tl.int64) * SIZE,
             item % PARTS,
@@ -531,7 +531,7 @@ def _stage_encoded_kernel(
             source = tl.load(pages + page).to(tl.int64) * kv_heads + head
             _decode_part(
                 units + source * UNIT,
-                _open_page(opened, seat, page, head, kv_heads, RING, SIZE),
+                open_page(opened, seat, page, head, kv_heads, RING, SIZE),
                 page >= from_page,
                 buffer + ((start + page) * kv_heads + head) * SIZE,
                 item % PARTS,
@@ -556,7 +556,7 @@ def write_open(
         ValueError: A tensor's dtype or shape is not that of the signature, or there is no kernel
             for the codec.
     """
-    seats, ring, kv_heads, page, head_size = _check_written(key, value, rows, store)
+    seats, ring, kv_heads, page, head_size = check_written(key, value, rows, store)
     capacity = residency.held.shape[2]
     check_list("held", residency.held, (seats, kv_heads, capacity), torch.int32)
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
@@ -603,7 +603,7 @@ def keep_open(
     Raises:
         ValueError: See :func:`write_open`.
     """
-    _, ring, kv_heads, page, head_size = _check_written(key, value, rows, store)
+    _, ring, kv_heads, page, head_size = check_written(key, value, rows, store)
     if len(rows) == 0:
         return
     dims = triton.next_power_of_2(head_size)
@@ -735,7 +735,7 @@ def _check_store(store: EncodedUnits) -> tuple[int, int, int, int, int]:
     return seats, ring, kv_heads, page, row // 2
 
 
-def _check_written(
+def check_written(
     key: torch.Tensor, value: torch.Tensor, rows: DeviceRows, store: EncodedUnits
 ) -> tuple[int, int, int, int, int]:
     """The same, and tokens that are not of the cache's heads."""
