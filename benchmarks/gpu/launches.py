@@ -59,6 +59,8 @@ OPEN_PAGES = 5
 """Of a request, that are not yet encoded."""
 DROPPING, DROPPED_SIZES, BUDGET = ("h2o", "tova", "raas"), (64, 128, 256), 2048
 """Methods whose steps drop tokens, head sizes that these are compiled for, and their budget."""
+PER_LAYER = "tova"
+"""The one that drops the same tokens in all KV heads."""
 KV_HEADS, GROUP = 8, 4
 
 
@@ -101,6 +103,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "list_kept", Step(Exact(), COMMON).list_kept
     for name in DROPPING:
         yield f"drop_tokens {name}", partial(_drop, name)
+    yield "drop_tokens of several workers", partial(_drop, PER_LAYER, workers=True)
+    yield "receive_tokens", _receive
     for head_size in DROPPED_SIZES:
         scored = partial(_decode, head_size, page=1, scored=BUDGET)
         yield f"sparse_decode tokens scored d{head_size}", scored
@@ -254,14 +258,25 @@ def _decode(
     )
 
 
-def _drop(name: str, kv_heads: int = KV_HEADS) -> None:
-    keeping = presets()[name].keeping
-    assert keeping is not None
+def _kept(kv_heads: int) -> KeptTokens:
     shape = 1, kv_heads, BUDGET
     counts = torch.empty(2, 1, kv_heads, dtype=torch.int32)
-    kept = KeptTokens(torch.empty(shape, dtype=torch.int32), torch.empty(shape), *counts)
+    return KeptTokens(torch.empty(shape, dtype=torch.int32), torch.empty(shape), *counts)
+
+
+def _drop(name: str, kv_heads: int = KV_HEADS, *, workers: bool = False) -> None:
+    keeping = presets()[name].keeping
+    assert keeping is not None
     scores = torch.empty(kv_heads, GROUP, BUDGET)
-    kernels.drop_tokens(scores, scores[..., 0].contiguous(), _rows(), 0, kept, keeping)
+    received = torch.empty(1, BUDGET) if workers else None
+    given = scores, scores[..., 0].contiguous(), _rows(), 0, _kept(kv_heads)
+    kernels.drop_tokens(*given, keeping, received=received)
+
+
+def _receive(kv_heads: int = KV_HEADS) -> None:
+    scores = torch.empty(kv_heads, GROUP, BUDGET)
+    given = scores, scores[..., 0].contiguous(), _rows(), 0, _kept(kv_heads)
+    kernels.receive_tokens(*given, torch.empty(1, BUDGET))
 
 
 def _recall(head_size: int) -> None:

@@ -163,13 +163,6 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "freekv does not support 32 query heads per KV head, as * has, but up to 16. Serve it "
         "without --attention-backend.",
     ),
-    "workers that drop the same tokens": (
-        LLAMA,
-        {"attention_backend": "tova", "tensor_parallel_size": 2},
-        "--tensor-parallel-size 2 lets each worker select by its own KV heads, and tova drops the "
-        "same tokens in all KV heads of a layer (schedule running or sliding); set schedule=once, "
-        "use h2o, raas or snapkv, or leave it out.",
-    ),
     "microbatches": (
         LLAMA,
         {"ubatch_size": 2},
@@ -210,6 +203,20 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         retrieval(home="host", home_path="/tmp"),
         "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
         "out.",
+    ),
+    "a store": (
+        LLAMA,
+        retrieval(store="/tmp/store"),
+        "kv_retrieval.store='/tmp/store' is not served on a GPU yet: blocks are saved and fetched "
+        "between steps, and those of a GPU are not waited for; keep no file of the KV cache, with "
+        "store left out.",
+    ),
+    "a store of host memory": (
+        LLAMA,
+        retrieval(home="host", store="/tmp/store"),
+        "kv_retrieval.store='/tmp/store' cannot be used with home=host, which is a GPU's: a store "
+        "saves and fetches blocks between steps, and those of a GPU are not waited for. Leave "
+        "store out.",
     ),
     "short contexts in host memory": (
         LLAMA,

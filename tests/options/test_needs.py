@@ -24,7 +24,6 @@ EXAMPLES: dict[Need, tuple[str, dict[str, Any]]] = {
     Need.LAYERS_SHARE: ("omnikv", {"filters": [2]}),
     Need.DROPS: ("snapkv", {}),
     Need.DROPS_ALWAYS: ("h2o", {"schedule": "running"}),
-    Need.DROPS_ALIKE: ("tova", {}),
     Need.PROMPTS: ("snapkv", {}),
     Need.UNEVEN_SHARES: ("freekv", {"budget_shares": "pyramid"}),
     Need.UNEVEN_PAGES: ("quest", {"budget_shares": "pyramid"}),

@@ -279,6 +279,21 @@ def list_kept(
                 plan.lists[pair, : len(tokens)] = listed
 
 
+def receive_tokens(
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+    rows: DeviceRows,
+    number: int,
+    kept: KeptTokens,
+    received: torch.Tensor,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.receive_tokens`."""
+    weights = (scores - lse[..., None]).exp().unflatten(0, (-1, kept.chosen.shape[1]))
+    for row in (rows.choosers == number).nonzero()[:, 0].tolist():
+        listed = slice(int(kept.counts[rows.seats[row], 0]) + 1)
+        received[row, listed] = weights[row].sum((0, 1))[listed]
+
+
 def drop_tokens(
     scores: torch.Tensor,
     lse: torch.Tensor,
@@ -286,6 +301,8 @@ def drop_tokens(
     number: int,
     kept: KeptTokens,
     rule: Keeping,
+    *,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.drop_tokens`."""
     own = (rows.choosers == number).nonzero()[:, 0]
@@ -295,6 +312,8 @@ def drop_tokens(
     weights = (scores - lse[..., None]).exp().unflatten(0, (-1, kv_heads))[own]
     if rule.per_layer:
         weights = weights.flatten(1, 2).sum(1)[:, None, None]
+    if received is not None:
+        weights = received[own][:, None, None]
     step = DecodeRows.given(
         Contexts(rows.block_table[own], rows.certain[own], seats),
         torch.empty(len(own) * kv_heads, 1, dtype=torch.int32),

@@ -436,8 +436,11 @@ RULES = {
 """How tokens may be rated and spared."""
 
 
-def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, steps=3, seed=0):
-    """Steps that drop tokens: lists, attention, and what is kept then.
+def dropped_tokens(
+    device, rule, *, kv_heads=2, group=3, most=100, tile=32, steps=3, workers=0, seed=0
+):
+    """Steps that drop tokens: lists, attention, and what is kept then. With ``workers`` what tokens
+    receive is added up over so many.
 
     The rows: of the method, of heads with room and without, one whose heads keep nothing yet; of a
     method that keeps tokens once; of one that selects nothing; exact; and padding.
@@ -524,7 +527,13 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
             attention = query, units.to(where), plan.lists, plan.lengths, 0.25, out, lse
             decode(*attention, workspace, scores=plan.scores)
             options = {} if ops is reference else {"tile_tokens": tile}
-            ops.drop_tokens(plan.scores, lse, in_rows, number, kept, rule, **options)
+            of_step = plan.scores, lse, in_rows, number, kept
+            received = None
+            if workers:  # as if others had the same heads again
+                received = torch.zeros(rows, plan.scores.shape[2], device=where)
+                ops.receive_tokens(*of_step, received, **options)
+                received *= workers
+            ops.drop_tokens(*of_step, rule, received=received, **options)
             state = plan.lengths, kept.counts, kept.chosen, kept.ratings, out.float()
             steps_of.append(tuple(part.cpu().clone() for part in state))
         found.append(steps_of)

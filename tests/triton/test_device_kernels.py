@@ -218,6 +218,11 @@ def test_dropped_tokens(interpreted, rule):
     interpreted(device_checks.dropped_tokens, rule=rule)
 
 
+@pytest.mark.parametrize("rule", ["latest", "stamps of layers"])
+def test_dropped_tokens_of_several_workers(interpreted, rule):
+    interpreted(device_checks.dropped_tokens, rule=rule, workers=2, seed=2)
+
+
 def test_dropped_tokens_of_one_head(interpreted):
     shape = {"kv_heads": 1, "group": 5, "most": 33, "tile": 64}
     interpreted(device_checks.dropped_tokens, rule="sum", seed=1, **shape)

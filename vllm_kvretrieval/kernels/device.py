@@ -415,6 +415,30 @@ class DeviceOps(Protocol):
         """
         ...
 
+    def receive_tokens(
+        self,
+        scores: torch.Tensor,
+        lse: torch.Tensor,
+        rows: DeviceRows,
+        number: int,
+        kept: KeptTokens,
+        received: torch.Tensor,
+    ) -> None:
+        """Add up what listed tokens get of the attention of all KV heads of a layer.
+
+        Where other workers have heads of the layer, too, :meth:`drop_tokens` goes by the sums over
+        them all. Bytes moved: scores, and four per token.
+
+        Args:
+            scores, lse, rows, number, kept: See :meth:`drop_tokens`, of a rule of whole layers, by
+                which all KV heads of a row have one list.
+            received: float32 [R, tokens of a list]; written for the rows of the method.
+
+        Raises:
+            ValueError: The dtype, shape or strides of a tensor differ from the signature.
+        """
+        ...
+
     def drop_tokens(
         self,
         scores: torch.Tensor,
@@ -423,6 +447,8 @@ class DeviceOps(Protocol):
         number: int,
         kept: KeptTokens,
         rule: Keeping,
+        *,
+        received: torch.Tensor | None = None,
     ) -> None:
         """Keep the new token of each row, and drop tokens of heads that have no room for the next.
 
@@ -441,6 +467,8 @@ class DeviceOps(Protocol):
             kept: The layer's; ``chosen``, ``ratings`` and ``counts`` are written at the seats of
                 the rows.
             rule: How tokens are rated, and which are spared.
+            received: What tokens have received of a layer, where not by these scores alone; see
+                :meth:`receive_tokens`.
 
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature.

@@ -22,7 +22,6 @@ from vllm_kvretrieval.retrieval.needs import (
     FILTERS_ALONE,
     GPU,
     GPU_HOST,
-    HEADS_ALONE,
     SPECULATION,
     Need,
 )
@@ -69,7 +68,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_methods(config)
     if parallel.tensor_parallel_size > 1:
         by = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
-        HEADS_ALONE.check(config.methods.values(), by)
         if config.filter_heads != "own":
             FILTERS_ALONE.check(config.methods.values(), by)
     group = query_heads(vllm_config)

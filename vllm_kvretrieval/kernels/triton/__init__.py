@@ -6,7 +6,7 @@ See :class:`vllm_kvretrieval.kernels.device.DeviceOps`,
 """
 
 from vllm_kvretrieval.kernels.triton.decode import count_splits, sparse_decode
-from vllm_kvretrieval.kernels.triton.dropping import drop_tokens
+from vllm_kvretrieval.kernels.triton.dropping import drop_tokens, receive_tokens
 from vllm_kvretrieval.kernels.triton.encoded import (
     keep_open,
     recall_encoded,
@@ -38,6 +38,7 @@ __all__ = [
     "prepare_rows",
     "recall_encoded",
     "recall_units",
+    "receive_tokens",
     "resolve",
     "resolve_ahead",
     "select_ahead",

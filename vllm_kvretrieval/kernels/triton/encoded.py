@@ -49,7 +49,7 @@ _HELD = tl.constexpr(int(Traffic.HELD))
 
 
 @triton.jit
-def open_page(opened, seat, page, head, kv_heads, RING: tl.constexpr, UNIT: tl.constexpr):
+def _open_page(opened, seat, page, head, kv_heads, RING: tl.constexpr, UNIT: tl.constexpr):
     """A page of a KV head in the ring of a seat."""
     place = (seat.to(tl.int64) * RING + page % RING) * kv_heads + head
     return opened + place * UNIT
@@ -246,7 +246,7 @@ def _write_open_kernel(
     SIZE: tl.constexpr = PAGE * 2 * HEAD_SIZE
     for page in tl.range(before // PAGE + share, after // PAGE, tl.num_programs(1)):
         unit = units + (tl.load(table + page).to(tl.int64) * kv_heads + head) * UNIT
-        old = open_page(opened, seat, page, head, kv_heads, RING, SIZE)
+        old = _open_page(opened, seat, page, head, kv_heads, RING, SIZE)
         behind = page * PAGE - before
         words = unit.to(tl.pointer_type(tl.uint16), bitcast=True)
         _encode_rows(
@@ -265,7 +265,7 @@ def _write_open_kernel(
     page = before // PAGE
     dims = tl.arange(0, DIMS)
     of_token = dims < HEAD_SIZE
-    to = open_page(opened, seat, page, head, kv_heads, RING, SIZE)
+    to = _open_page(opened, seat, page, head, kv_heads, RING, SIZE)
     to += before % PAGE * (2 * HEAD_SIZE) + dims
     k = tl.load(key + first.to(tl.int64) * key_stride + dims, mask=of_token)
     tl.store(to, k, mask=of_token)
@@ -472,7 +472,7 @@ def _recall_encoded_kernel(
         head = target // capacity % kv_heads
         _decode_part(
             units + source * UNIT,
-            open_page(opened, seat, page, head, kv_heads, RING, SIZE),
+            _open_page(opened, seat, page, head, kv_heads, RING, SIZE),
             page >= tl.load(open_from + seat),
             slots + target.to(tl.int64) * SIZE,
             item % PARTS,
@@ -531,7 +531,7 @@ def _stage_encoded_kernel(
             source = tl.load(pages + page).to(tl.int64) * kv_heads + head
             _decode_part(
                 units + source * UNIT,
-                open_page(opened, seat, page, head, kv_heads, RING, SIZE),
+                _open_page(opened, seat, page, head, kv_heads, RING, SIZE),
                 page >= from_page,
                 buffer + ((start + page) * kv_heads + head) * SIZE,
                 item % PARTS,

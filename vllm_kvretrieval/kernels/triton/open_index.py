@@ -6,7 +6,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import DeviceRows
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
-from vllm_kvretrieval.kernels.triton.encoded import SHARING, check_written, open_page
+from vllm_kvretrieval.kernels.triton.encoded import SHARING, check_written
 from vllm_kvretrieval.kernels.triton.index import (
     KINDS,
     build_record,
@@ -57,8 +57,8 @@ def _index_open_kernel(
     for entry in tl.range(before // ENTRY + tl.program_id(1), after // ENTRY, tl.num_programs(1)):
         position = entry * ENTRY + tl.arange(0, ENTRY)
         page = entry // PARTS
-        old = open_page(opened, seat, page, head, kv_heads, RING, PAGE * 2 * HEAD_SIZE)
-        old += position % PAGE * (2 * HEAD_SIZE)
+        place = (seat.to(tl.int64) * RING + page % RING) * kv_heads + head
+        old = opened + (place * PAGE + position % PAGE) * (2 * HEAD_SIZE)
         new = key + (first + position - before).to(tl.int64) * key_stride + head * HEAD_SIZE
         keys = tl.where(position < before, old, new)[:, None]
         number = tl.load(table + page).to(tl.int64) * PARTS + entry % PARTS
