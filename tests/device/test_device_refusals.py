@@ -177,7 +177,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         LLAMA,
         {"kv_transfer_config": TRANSFER},
         "freekv keeps keys and values of its retrieval layers token by token, and the KV connector "
-        "ExampleConnector may bring them from instances that do not * say so: * got None.",
+        "ExampleConnector may bring them from instances that do not, which * say so: * got None.",
     ),
     "connector to host memory": (
         LLAMA,
