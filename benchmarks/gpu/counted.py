@@ -207,7 +207,7 @@ def _attached(
     )
     tiers: Any = None
     if config.home == "host":
-        slots = BUDGETS * config.budget_limit // config.page_size
+        slots = BUDGETS * config.budget_limit // config.slot_tokens
         tiers = SimpleNamespace(staged=1, seats=batch, capacity=slots)
     layer = SimpleNamespace(impl=impl, kv_cache=cache)
     kept.attach([(builder, [LAYER])], {LAYER: layer}, noted, tiers)

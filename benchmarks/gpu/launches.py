@@ -20,6 +20,7 @@ from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Re
 from vllm_kvretrieval.kernels.triton.index import build_entries, grows
 from vllm_kvretrieval.kernels.triton.mass import cut_lists
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
+from vllm_kvretrieval.kernels.triton.resolve import MOST_SLOTS
 from vllm_kvretrieval.kernels.triton.tokens import pool_tokens, score_tokens
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords, KeptTokens, Selection
 from vllm_kvretrieval.retrieval.codec import CODECS
@@ -58,6 +59,8 @@ OPEN_PAGES = 5
 """Of a request, that are not yet encoded."""
 DROPPING, DROPPED_SIZES, BUDGET = ("h2o", "tova", "raas"), (64, 128, 256), 2048
 """Methods whose steps drop tokens, head sizes that these are compiled for, and their budget."""
+PER_LAYER = "tova"
+"""The one that drops the same tokens in all KV heads."""
 KV_HEADS, GROUP = 8, 4
 
 
@@ -100,10 +103,24 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "list_kept", Step(Exact(), COMMON).list_kept
     for name in DROPPING:
         yield f"drop_tokens {name}", partial(_drop, name)
+    yield "drop_tokens of several workers", partial(_drop, PER_LAYER, workers=True)
+    yield "receive_tokens", _receive
     for head_size in DROPPED_SIZES:
         scored = partial(_decode, head_size, page=1, scored=BUDGET)
         yield f"sparse_decode tokens scored d{head_size}", scored
     yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
+    for scored in (0, BUDGET):
+        name = f"sparse_decode far tokens{' scored' if scored else ''} d{COMMON}"
+        yield name, partial(_decode, COMMON, page=1, far=True, scored=scored)
+    for name, width in (("", BUDGET), (" of long lists", CONTEXTS[-1])):
+        held = partial(_resolve, MOST_SLOTS, False, in_place=True, page=1, width=width)
+        yield f"resolve tokens{name} C{MOST_SLOTS}", held
+    yield "list_kept positions", partial(Step(Exact(), COMMON).list_kept, positions=True)
+    for shared in (False, True):
+        step = Step(Exact(), COMMON, entry=1) if shared else Step(OneBit(), COMMON)
+        listed = step.filter_tokens if shared else step.plan_tokens
+        name = "tokens of all heads" if shared else "tokens"
+        yield f"rank {name} positions", partial(listed, positions=True)
     for splits in (8, 32):
         yield f"sparse_decode of {splits} parts d{COMMON}", partial(_decode, COMMON, splits=splits)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
@@ -191,6 +208,12 @@ def _calls_of_codec(
         partial(kernels.write_open, tokens, tokens, _rows(), store, residency),
     )
     yield f"keep_open {name}", partial(kernels.keep_open, tokens, tokens, _rows(), store)
+    if codec == CODEC and page == LONG_PAGE and head_size == COMMON:
+        for index in INDEXES:
+            if not index.grows and not index.reads_keys:
+                built = Step(index, head_size, kv_heads=kv_heads, entry=page, page=page).records
+                opened = partial(kernels.index_open, tokens, _rows(), store, built)
+                yield f"index_open {index.name} {name.removeprefix(f'{codec} ')}", opened
     yield (
         f"recall_encoded {name}",
         partial(kernels.recall_encoded, store, slots, residency, recalls),
@@ -235,14 +258,25 @@ def _decode(
     )
 
 
-def _drop(name: str, kv_heads: int = KV_HEADS) -> None:
-    keeping = presets()[name].keeping
-    assert keeping is not None
+def _kept(kv_heads: int) -> KeptTokens:
     shape = 1, kv_heads, BUDGET
     counts = torch.empty(2, 1, kv_heads, dtype=torch.int32)
-    kept = KeptTokens(torch.empty(shape, dtype=torch.int32), torch.empty(shape), *counts)
+    return KeptTokens(torch.empty(shape, dtype=torch.int32), torch.empty(shape), *counts)
+
+
+def _drop(name: str, kv_heads: int = KV_HEADS, *, workers: bool = False) -> None:
+    keeping = presets()[name].keeping
+    assert keeping is not None
     scores = torch.empty(kv_heads, GROUP, BUDGET)
-    kernels.drop_tokens(scores, scores[..., 0].contiguous(), _rows(), 0, kept, keeping)
+    received = torch.empty(1, BUDGET) if workers else None
+    given = scores, scores[..., 0].contiguous(), _rows(), 0, _kept(kv_heads)
+    kernels.drop_tokens(*given, keeping, received=received)
+
+
+def _receive(kv_heads: int = KV_HEADS) -> None:
+    scores = torch.empty(kv_heads, GROUP, BUDGET)
+    given = scores, scores[..., 0].contiguous(), _rows(), 0, _kept(kv_heads)
+    kernels.receive_tokens(*given, torch.empty(1, BUDGET))
 
 
 def _recall(head_size: int) -> None:
@@ -275,9 +309,15 @@ def _residency(capacity: int, kv_heads: int = KV_HEADS) -> Residency:
 
 
 def _resolve(
-    capacity: int, ahead: bool, kv_heads: int = KV_HEADS, *, in_place: bool = False
+    capacity: int,
+    ahead: bool,
+    kv_heads: int = KV_HEADS,
+    *,
+    in_place: bool = False,
+    page: int = PAGE,
+    width: int | None = None,
 ) -> None:
-    width = capacity // 2
+    width = width or capacity // 2
     step = Step(MinMax(), 128, width, kv_heads=kv_heads)
     recalls = Recalls.empty(kv_heads * width, "cpu")
     lists = torch.empty(kv_heads, width, dtype=torch.int32)
@@ -287,8 +327,9 @@ def _resolve(
         kernels.resolve_ahead(*of_row, residency, recalls, lists, PAGE)
     else:
         tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
-        slots = torch.empty(kv_heads * capacity, PAGE, 2 * COMMON, dtype=torch.bfloat16)
-        missing = Origins(slots[None], lists) if in_place else recalls
+        slots = torch.empty(kv_heads * capacity, page, 2 * COMMON, dtype=torch.bfloat16)
+        home = torch.empty(1, kv_heads, PAGE, 2 * COMMON, dtype=torch.bfloat16)
+        missing = Origins(home, lists) if in_place else recalls
         plan = step.plan(1, positions=True)
         kernels.resolve(tokens, tokens, plan, _rows(), residency, missing, slots, lists)
 
@@ -338,6 +379,11 @@ class Step:
             outliers=self.chooser.outliers > 0,
         )
 
+    @property
+    def records(self) -> IndexRecords:
+        """The index, without a cache."""
+        return replace(self._store, cache=None)
+
     def update(self) -> None:
         """An index that grows, and no cache."""
         keys = self._query[:, : self._store.kv_heads]
@@ -377,22 +423,22 @@ class Step:
         plan, pooling = self.plan(CONTEXTS[1]), int(self.chooser.pooling)
         pool_tokens(_rows(), _requests(), 0, self._store, plan, pooling, shared=shared)
 
-    def plan_tokens(self) -> None:
+    def plan_tokens(self, *, positions: bool = False) -> None:
         """Its last launch."""
-        plan = self.plan(CONTEXTS[1])
+        plan = self.plan(CONTEXTS[1], positions)
         kernels.plan_tokens(self._query, _rows(), _requests(), {0: self.chooser}, plan)
 
-    def filter_tokens(self) -> None:
+    def filter_tokens(self, *, positions: bool = False) -> None:
         """Its last launch."""
         given = self._query, _rows(), _requests(), 0, (), self._store, 1.0
-        kernels.filter_tokens(*given, self.plan(CONTEXTS[1]))
+        kernels.filter_tokens(*given, self.plan(CONTEXTS[1], positions))
 
-    def list_kept(self) -> None:
+    def list_kept(self, *, positions: bool = False) -> None:
         """Tokens that are kept of prompts."""
         held = self.chooser.selection
         counts = torch.empty(1, self._store.kv_heads, dtype=torch.int32)
         held = replace(held, counts=counts, ends=torch.empty(1, dtype=torch.int32))
-        plan = self.plan(1)
+        plan = self.plan(1, positions)
         kernels.list_kept(_rows(CONTEXTS[1]), _requests(), (0,), (1,), held, PAGE, plan)
 
     def cut(self) -> None:

@@ -92,10 +92,12 @@ FIXED = {
     "_cut_kernel": 3.0,
     "_list_kept_kernel": 3.0,
     "_drop_kernel": 6.0,
-    "_resolve_kernel": 12.0,
     "_write_open_kernel": 3.0,
 }
 """us of launches that move little. Guesses."""
+RESOLVE, FEW_SLOTS = 12.0, 256
+"""us of finding slots among few; among more, ranking those that are given away takes what ranking
+of as many pages does. Guesses."""
 RECALLS = "_recall_kernel", "_recall_encoded_kernel"
 SCORE, RECALL = 3.0, 3.0
 """us of scores and of recall beside their bytes, whoever recalls. Guesses."""
@@ -230,7 +232,7 @@ def must_move(launch: Launch, sizes: Sizes) -> float:
             return keys + (parts if values["SPLITS"] > 1 else 0)
         case "_resolve_kernel":
             slots = math.prod(launch.grid) * values["capacity"]
-            books = 16 * slots + 16 * sizes.listed / sizes.config.page_size
+            books = 16 * slots + 16 * sizes.listed / sizes.config.slot_tokens
             return books + (0 if launch.side else 2 * sizes.batch * sizes.token_bytes)
         case "_write_open_kernel":
             return 2 * sizes.batch * sizes.token_bytes + sizes.batch * sizes.home_bytes
@@ -243,6 +245,8 @@ def recalled(launch: Launch, sizes: Sizes) -> float:
     """Bytes that a launch brings over the bus; attention those of units that no slot holds."""
     if launch.kernel not in RECALLS and not launch.values.get("FAR"):
         return 0
+    if sizes.config.keeps_tokens:  # all but the new ones are in slots
+        return sizes.batch * sizes.home_bytes
     share = AHEAD if launch.side else MISSED
     return share * sizes.listed * sizes.home_bytes / sizes.shape.kv_heads
 
@@ -268,6 +272,12 @@ def _select(launch: Launch, sizes: Sizes) -> float:
     some = 1 - (1 - share) ** sizes.lists  # how likely it is that any does
     waves = math.ceil(share * sizes.lists / (UNITS * AT_ONCE))
     return IDLE + some * (_score(launch, sizes) + wave * waves - IDLE)
+
+
+def _resolve(launch: Launch, sizes: Sizes) -> float:
+    slots, warps = launch.values["SLOTS"], launch.values["num_warps"]
+    more = SELECT[1] * slots / 4096 * (16 / warps) ** 0.5 if slots > FEW_SLOTS else 0
+    return RESOLVE + more
 
 
 def _pool(launch: Launch, sizes: Sizes) -> float:
@@ -307,6 +317,8 @@ def launch_us(launch: Launch, sizes: Sizes) -> float:
         return FIXED[launch.kernel]
     if launch.kernel in RECALLS:
         return RECALL + us(must_move(launch, sizes), BUS)
+    if launch.kernel == "_resolve_kernel":
+        return _resolve(launch, sizes)
     works = sizes.entries if launch.kernel != "_sparse_decode_kernel" else sizes.listed
     if not works or launch.values.get("NUMBER"):
         return IDLE

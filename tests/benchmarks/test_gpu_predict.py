@@ -74,13 +74,12 @@ def test_what_gpus_refuse_is_not_predicted():
     assert ("fier", "device") in served
     assert not served & {
         ("oracle", "host"),
-        ("fier", "host"),
-        ("snapkv", "host"),
-        ("h2o", "host"),
+        ("razor", "host"),
+        ("full", "host"),
         ("ttkv", "device"),
         ("kivi", "host"),
     }
-    assert ("ttkv", "host") in served
+    assert served > {(name, "host") for name in ("ttkv", "fier", "omnikv", "snapkv", "h2o")}
 
 
 def test_encoded_pages_spare_the_bus():
@@ -110,31 +109,36 @@ def test_what_lists_miss_comes_beside_what_slots_hold():
     assert predict.launch_us(few, alone) > predict.launch_us(attends, alone)
 
 
-def test_layers_that_follow_a_filter_select_nothing():
-    """They write, and attend: two launches beside those of the dense half."""
-    config = counted.served("omnikv", "device")
+RESOLVED = {"device": [], "host": ["_resolve_kernel"]}
+"""What a home in host memory takes beside, where single tokens are attended to."""
+
+
+def launched(method, home):
+    """The launches of a layer's step, beside those of the dense half."""
+    config = counted.served(method, home)
     assert config is not None
     launches = counted.decode_step(config, batch=1, context=131072, units=132)
-    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
-    assert ours == ["_write_kernel", "_sparse_decode_kernel"]
+    return [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
 
 
-def test_kept_tokens_are_listed_and_nothing_is_scored():
-    config = counted.served("snapkv", "device")
-    assert config is not None
-    launches = counted.decode_step(config, batch=1, context=131072, units=132)
-    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
-    assert ours == ["_write_kernel", "_list_kept_kernel", "_sparse_decode_kernel"]
+@pytest.mark.parametrize("home", RESOLVED)
+def test_layers_that_follow_a_filter_select_nothing(home):
+    """They write, and attend: two launches."""
+    attends = [*RESOLVED[home], "_sparse_decode_kernel"]
+    assert launched("omnikv", home) == ["_write_kernel", *attends]
 
 
+@pytest.mark.parametrize("home", RESOLVED)
+def test_kept_tokens_are_listed_and_nothing_is_scored(home):
+    attends = [*RESOLVED[home], "_sparse_decode_kernel"]
+    assert launched("snapkv", home) == ["_write_kernel", "_list_kept_kernel", *attends]
+
+
+@pytest.mark.parametrize("home", RESOLVED)
 @pytest.mark.parametrize("method", ["h2o", "tova", "raas"])
-def test_a_token_is_dropped_after_attention(method):
-    config = counted.served(method, "device")
-    assert config is not None
-    launches = counted.decode_step(config, batch=1, context=131072, units=132)
-    ours = [launch.kernel for launch in launches if launch.kernel != counted.DENSE_HALF]
-    listed = ["_write_kernel", "_list_kept_kernel"]
-    assert ours == [*listed, "_sparse_decode_kernel", "_drop_kernel"]
+def test_a_token_is_dropped_after_attention(method, home):
+    attends = [*RESOLVED[home], "_sparse_decode_kernel", "_drop_kernel"]
+    assert launched(method, home) == ["_write_kernel", "_list_kept_kernel", *attends]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

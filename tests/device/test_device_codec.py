@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support import device_engine
-from tests.support.engine import Request, alone, assert_same, engine, random_llama
+from tests.support.engine import Request, alone, assert_same, by, engine, random_llama
 
 pytestmark = pytest.mark.engine
 
 PAGE, CHUNK = 16, 64
 SIZES: dict[str, Any] = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": 5 * PAGE}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ttkv": ("ttkv", SIZES),
+    "ttkv": ("ttkv", SIZES | {"also": {"shadowkv": {}}}),
     "kivi": ("kivi", {"page_size": PAGE, "codec": "k4v4"}),
     "kvquant": ("kvquant", {"page_size": PAGE, "codec": "k4v4_sparse"}),
     "freekv": ("freekv", SIZES | {"codec": "k4v4", "home": "host"}),
@@ -50,8 +50,12 @@ REQUESTS = {
     "exact": Request(prompt(111, 3), 8, {"exact": True}),
     "of a last token that comes alone": Request(prompt(129, 4), 4, {}),
 }
-OWN = {"kvquant": {"beyond its budget": Request(prompt(150, 9), 14, {})}}
-"""Requests of a method, to whose answer no other token is nearly as likely as the one chosen."""
+OWN = {
+    "kvquant": {"beyond its budget": Request(prompt(150, 9), 14, {})},
+    "ttkv": {"by landmarks": Request(prompt(150, 6), 14, by("shadowkv"))},
+}
+"""Requests of a method, to whose answer no other token is nearly as likely as the one chosen; or by
+an index that is built of entries as they become complete."""
 
 
 @pytest.fixture(scope="module")

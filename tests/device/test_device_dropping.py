@@ -155,6 +155,33 @@ def test_an_aborted_answer_leaves_nothing(served, expected):
     assert_same(served.drive([long, after])[1], expected["grows"][0], TOLERANCE)
 
 
+FAR_CROWDS = ["h2o", "tova", "grows", "streamingllm"], ["sliding", "raas", "snapkv", "exact"]
+UNEVEN = "uneven", "entropies"
+"""Methods that a home in host memory does not serve."""
+
+
+def test_a_home_in_host_memory(model, expected):
+    """What is dropped leaves its slot to what is kept; seats change hands."""
+    options = OURS["additional_config"]["kv_retrieval"] | {"home": "host"}
+    options["also"] = {name: by for name, by in options["also"].items() if name not in UNEVEN}
+    with device_engine.start() as pool:
+        far = Served(pool)
+        ours = OURS | {"additional_config": {"kv_retrieval": options}}
+        far.open_engine(model, EMULATED | ours | {"num_gpu_blocks_override": 26})
+        for names in FAR_CROWDS:
+            before = far.replays()
+            answers = far.drive([REQUESTS[name] for name in names])
+            for answer, name in zip(answers, names, strict=True):
+                assert_same(answer, expected[name][0], TOLERANCE)
+            assert far.replays() > before
+        answer, kept, _ = expected["raas grows"]
+        assert_same(far.drive([REQUESTS["raas grows"]])[0], answer, TOLERANCE)
+        kept_tokens.assert_same(far.kept(), kept)
+        late, early = far.launched_late()
+        assert early > 3
+        assert late == []
+
+
 def test_every_step_is_the_specifications(served):
     """Lists, and what is dropped; and nothing was compiled while requests were served."""
     assert served.pool.submit(device_specification.lists).result() > 100

@@ -162,6 +162,55 @@ def test_lists_are_those_of_the_specification(served):
     assert late == []
 
 
+LAYERS, KV_HEADS = 4, 2
+SLOTS = 5 * PAGE
+"""Of a KV head, where the home is host memory: the largest budget, and less than some lists."""
+
+
+@pytest.fixture(scope="module")
+def far(model, expected):
+    """The same engine, with the KV cache in host memory."""
+    a_slot = STOCK["max_num_seqs"] * LAYERS * KV_HEADS * (2 * 2 * 64 + 8)
+    options = OURS["additional_config"]["kv_retrieval"]
+    options = options | {"home": "host", "recall_cache_bytes": SLOTS * a_slot}
+    options["also"] = {name: by for name, by in options["also"].items() if name != "pyramid"}
+    with device_engine.start() as pool:
+        served = Served(pool)
+        ours = OURS | {"additional_config": {"kv_retrieval": options}}
+        served.open_engine(model, EMULATED | ours | {"num_gpu_blocks_override": 26})
+        assert served.describe_workers()[0]["slots"] == SLOTS
+        yield served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(REQUESTS.keys() - {"pyramid"}))
+def test_host_memory(far, expected, name):
+    """Kept tokens are in slots once they have been attended to, and so are those of contexts within
+    their budgets. The last tokens of some answers are read at home."""
+    before, (answer, kept) = far.replays(), expected[name]
+    assert_same(far.drive([REQUESTS[name]])[0], answer, TOLERANCE)
+    assert far.replays() - before == REQUESTS[name].tokens - 1
+    if name in KEEPING:
+        kept_tokens.assert_same(far.kept(), kept)
+
+
+@pytest.mark.slow
+def test_host_memory_in_a_crowd(far, expected):
+    """Seats change hands, prompts are read beside steps that decode, and prefixes are found."""
+    names = ["snapkv", "entropykv", "within its budget", "exact"]
+    for answer, name in zip(far.drive([REQUESTS[n] for n in names]), names, strict=True):
+        assert_same(answer, expected[name][0], TOLERANCE)
+    text = prompt(6 * BLOCK, 50)
+    wanted, *_ = far.drive([Request(text, 5, {})])
+    far.drive([Request(text, 1, by("streamingllm"), cache=True)])
+    found, *_ = far.drive([Request(text, 5, {}, cache=True)])
+    assert found.cached == 5 * BLOCK
+    assert_same(found, wanted, TOLERANCE)
+    late, early = far.launched_late()
+    assert early > 3
+    assert late == []
+
+
 def test_drafts_change_nothing(model, served):
     """Which tokens are kept does not follow from queries that decode, so answers are those without
     drafts, whether these are right or wrong."""

@@ -12,10 +12,11 @@ pytestmark = pytest.mark.engine
 BUDGET = 80
 
 
-def test_selections_are_by_records_of_keys(tmp_path):
+@pytest.mark.parametrize("home", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_selections_are_by_records_of_keys(tmp_path, home):
     """Every step selects by records, also replays of graphs, and the records are as good as the
     best."""
-    options = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": BUDGET}
+    options = {"page_size": PAGE, "sink": PAGE, "window": 2 * PAGE, "budget": BUDGET, "home": home}
     with device_engine.start() as pool:
         pool.submit(device_specification.install).result()
         served = Served(pool)

@@ -104,10 +104,23 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"exact_below": 999},
         "kv_retrieval.exact_below=999 has no effect with h2o, which keeps tokens by the attention",
     ),
-    "kept tokens in host memory": (
-        "snapkv",
-        {"home": "host"},
-        "kv_retrieval.home=host keeps whole pages on the GPU, and snapkv selects single tokens",
+    "uneven pages in host memory": (
+        "freekv",
+        {"home": "host", "budget_shares": "pyramid"},
+        "kv_retrieval.home=host gives all KV heads as many slots, and freekv divides pages "
+        "unevenly (budget_shares); set budget_shares=uniform, or home=device",
+    ),
+    "everything from host memory": (
+        "razor",
+        {"home": "host", "heads": [[1] * 4] * 2},
+        "home='host' is for methods that read little of a context at a step, and razor lets some "
+        "heads read everything; use another method, or home=device",
+    ),
+    "more tokens than slots": (
+        "fier",
+        {"home": "host", "budget": 8192},
+        f"kv_retrieval.home=host serves budgets of up to {MOST_SLOTS} tokens, {MOST_SLOTS} slots "
+        "of 1, and a step may have 8192; lower budget (or max_budget).",
     ),
     "kept tokens beside pages": (
         "snapkv",
@@ -150,13 +163,6 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "freekv does not support 32 query heads per KV head, as * has, but up to 16. Serve it "
         "without --attention-backend.",
     ),
-    "workers that drop the same tokens": (
-        LLAMA,
-        {"attention_backend": "tova", "tensor_parallel_size": 2},
-        "--tensor-parallel-size 2 lets each worker select by its own KV heads, and tova drops the "
-        "same tokens in all KV heads of a layer (schedule running or sliding); set schedule=once, "
-        "use h2o, raas or snapkv, or leave it out.",
-    ),
     "microbatches": (
         LLAMA,
         {"ubatch_size": 2},
@@ -167,16 +173,23 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"kv_offloading_size": 1},
         "freekv does not support vLLM's offloading on a GPU yet: * Leave --kv-offloading-size out.",
     ),
-    "connector": (
+    "connector of another layout": (
         LLAMA,
         {"kv_transfer_config": TRANSFER},
-        "freekv does not support the KV connector ExampleConnector on a GPU yet: nobody would "
-        "index the blocks that it loads. Leave --kv-transfer-config out.",
+        "freekv keeps keys and values of its retrieval layers token by token, and the KV connector "
+        "ExampleConnector may bring them from instances that do not, which * say so: * got None.",
+    ),
+    "connector to host memory": (
+        LLAMA,
+        {"kv_transfer_config": TRANSFER} | retrieval(home="host"),
+        "kv_retrieval.home=host cannot be combined with the KV connector ExampleConnector, which "
+        "would write to host memory as to the device's; leave --kv-transfer-config out, or use "
+        "home=device.",
     ),
     "filled late": (
         LLAMA,
-        bench(),
-        "freekv indexes what DecodeBenchConnector has filled once, at the start: add "
+        bench() | retrieval(home="host"),
+        "with kv_retrieval.home=host DecodeBenchConnector has to fill the cache at the start: add "
         '"kv_connector_extra_config": {"startup_fill": true}.',
     ),
     "disk": (
@@ -191,6 +204,20 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "kv_retrieval.home_path='/tmp' is for home=disk, which is not served on a GPU; leave it "
         "out.",
     ),
+    "a store": (
+        LLAMA,
+        retrieval(store="/tmp/store"),
+        "kv_retrieval.store='/tmp/store' is not served on a GPU yet: blocks are saved and fetched "
+        "between steps, and those of a GPU are not waited for; keep no file of the KV cache, with "
+        "store left out.",
+    ),
+    "a store of host memory": (
+        LLAMA,
+        retrieval(home="host", store="/tmp/store"),
+        "kv_retrieval.store='/tmp/store' cannot be used with home=host, which is a GPU's: a store "
+        "saves and fetches blocks between steps, and those of a GPU are not waited for. Leave "
+        "store out.",
+    ),
     "short contexts in host memory": (
         LLAMA,
         retrieval(home="host", exact_below=4096),
@@ -200,8 +227,9 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more than slots": (
         LLAMA,
         retrieval(home="auto", budget=(MOST_SLOTS + 1) * 32),
-        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS} pages, and "
-        f"{(MOST_SLOTS + 1) * 32} tokens have {MOST_SLOTS + 1} of page_size=32; lower budget",
+        f"kv_retrieval.home=auto serves budgets of up to {MOST_SLOTS * 32} tokens, {MOST_SLOTS} "
+        f"slots of 32, and a step may have {(MOST_SLOTS + 1) * 32}; lower budget (or max_budget), "
+        "or use larger pages.",
     ),
     "large pages": (
         LLAMA,

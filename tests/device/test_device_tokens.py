@@ -1,7 +1,7 @@
 """Methods that do not select pages in a GPU's engine, emulated; see ``support/device_engine.py``.
 
-``fier`` selects single tokens in every layer, ``omnikv`` in filter layers for those after them. Of
-``razor`` some KV heads attend to everything.
+``fier`` selects single tokens in every layer, ``omnikv`` in filter layers for those after them,
+with the KV cache on the device or in host memory. Of ``razor`` some KV heads attend to everything.
 """
 
 from typing import Any
@@ -23,6 +23,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "razor": {"page_size": PAGE, "sink": PAGE, "budget": 4 * PAGE}
     | {"heads": [[1, 0], [0, 0], [0, 1], [1, 1]]},
 }
+FAR = {"home": "host"}
+HOMES = [
+    *((method, {}) for method in METHODS),
+    ("fier", FAR),
+    pytest.param("omnikv", FAR, marks=pytest.mark.slow),
+]
 REQUESTS = {
     "own": Request(prompt(133, 44), 5, {}),
     "longer": Request(prompt(180, 42), 5, {}),
@@ -36,15 +42,25 @@ def model(tmp_path_factory):
     return random_llama(tmp_path_factory.mktemp("toy") / "model", layers=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_answers_are_those_of_the_cpu(model, method):
+def options(method, **more):
+    given = METHODS[method] | more
+    return {"attention_backend": method, "additional_config": {"kv_retrieval": given}}
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The answers of the CPU's engine, by the name of the method."""
+    answers = {}
+    for method in METHODS:
+        with engine(model, enforce_eager=True, **STOCK, **options(method)) as llm:
+            answers[method] = [alone(llm, request) for request in REQUESTS.values()]
+    return answers
+
+
+@pytest.mark.parametrize(("method", "home"), HOMES)
+def test_answers_are_those_of_the_cpu(model, expected, method, home):
     """Alone and eagerly, and in a crowd by replays of graphs."""
-    ours = {
-        "attention_backend": method,
-        "additional_config": {"kv_retrieval": METHODS[method]},
-    }
-    with engine(model, enforce_eager=True, **STOCK, **ours) as llm:
-        expected = [alone(llm, request) for request in REQUESTS.values()]
+    ours, expected = options(method, **home), expected[method]
     with device_engine.start() as pool:
         served = Served(pool)
         served.open_engine(model, EMULATED | ours | {"num_gpu_blocks_override": 26})

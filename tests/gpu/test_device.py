@@ -65,17 +65,24 @@ def test_outliers(counted):
 def test_tokens(head_size, filters, counted):
     shape = {"kv_heads": 4, "group": 4, "head_size": head_size, "page": 32, "entry": 32}
     device_checks.token_steps("cuda", filters=filters, counted=counted, **shape)
+    device_checks.token_steps("cuda", filters=filters, positions=True, **shape)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_kept_tokens(drafts):
-    device_checks.kept_lists("cuda", kv_heads=4, page=32, drafts=drafts)
+@pytest.mark.parametrize(("drafts", "positions"), [(0, False), (3, False), (2, True)])
+def test_kept_tokens(drafts, positions):
+    sizes = {"kv_heads": 4, "page": 32, "drafts": drafts}
+    device_checks.kept_lists("cuda", positions=positions, **sizes)
 
 
 @pytest.mark.parametrize("rule", device_checks.RULES)
 def test_dropped_tokens(rule):
     shape = {"kv_heads": 4, "group": 4, "most": 900, "tile": 512, "steps": 6}
     device_checks.dropped_tokens("cuda", rule, **shape)
+
+
+def test_dropped_tokens_of_several_workers():
+    shape = {"kv_heads": 4, "group": 4, "most": 900, "tile": 512, "steps": 3}
+    device_checks.dropped_tokens("cuda", "latest", workers=2, **shape)
 
 
 @pytest.mark.parametrize(("head_size", "rank"), [(64, 0), (128, 0), (96, 7), (128, 16)])

@@ -33,12 +33,25 @@ def test_resolve(capacity, select, in_place):
     slot_checks.resolve("cuda", **sizes, least_hits=hits, in_place=in_place)
 
 
+@pytest.mark.parametrize(("capacity", "select", "run"), [(2048, 900, 16), (600, 900, 32)])
+def test_resolve_parts_of_pages(capacity, select, run):
+    """As single tokens are, and lists that are longer than there are slots."""
+    sizes = {"capacity": capacity, "select": select, "run": run, "rows": 4}
+    slot_checks.resolve("cuda", **sizes, least_hits=0.4, in_place=True)
+
+
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize("page", [16, 32, 128])
 @pytest.mark.parametrize(("splits", "queries"), [(1, 1), (4, 1), (32, 1), (4, 3)])
 def test_missing_pages_are_read_at_home(head_size, page, splits, queries):
     sizes = {"page": page, "head_size": head_size, "splits": splits, "queries": queries}
     slot_checks.read_in_place("cuda", lengths=[0, 1, 33, 2048, 5000, 700], kv_heads=3, **sizes)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_missing_tokens_are_read_at_home(head_size):
+    sizes = {"page": 1, "run": 32, "head_size": head_size, "splits": 4}
+    slot_checks.read_in_place("cuda", lengths=[0, 1, 33, 2048, 700, 90], kv_heads=3, **sizes)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])

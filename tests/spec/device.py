@@ -275,8 +275,23 @@ def list_kept(
                 tokens = torch.cat([kept.long(), after])
                 pair = row * kv_heads + head
                 plan.lengths[pair] = len(tokens)
-                listed = _numbers(tokens, row, head, rows, page_size, kv_heads)
+                listed = _numbers(tokens, row, head, rows, page_size, kv_heads, plan)
                 plan.lists[pair, : len(tokens)] = listed
+
+
+def receive_tokens(
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+    rows: DeviceRows,
+    number: int,
+    kept: KeptTokens,
+    received: torch.Tensor,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.receive_tokens`."""
+    weights = (scores - lse[..., None]).exp().unflatten(0, (-1, kept.chosen.shape[1]))
+    for row in (rows.choosers == number).nonzero()[:, 0].tolist():
+        listed = slice(int(kept.counts[rows.seats[row], 0]) + 1)
+        received[row, listed] = weights[row].sum((0, 1))[listed]
 
 
 def drop_tokens(
@@ -286,6 +301,8 @@ def drop_tokens(
     number: int,
     kept: KeptTokens,
     rule: Keeping,
+    *,
+    received: torch.Tensor | None = None,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.drop_tokens`."""
     own = (rows.choosers == number).nonzero()[:, 0]
@@ -295,6 +312,8 @@ def drop_tokens(
     weights = (scores - lse[..., None]).exp().unflatten(0, (-1, kv_heads))[own]
     if rule.per_layer:
         weights = weights.flatten(1, 2).sum(1)[:, None, None]
+    if received is not None:
+        weights = received[own][:, None, None]
     step = DecodeRows.given(
         Contexts(rows.block_table[own], rows.certain[own], seats),
         torch.empty(len(own) * kv_heads, 1, dtype=torch.int32),
@@ -320,20 +339,29 @@ def _list_pages(
     """The tokens of the first and of the last pages, for methods that select nothing."""
     for row in own.tolist():
         options, length = requests.table[rows.seats[row]], int(rows.certain[row])
-        first = torch.arange(int(options[Column.SINK]) * size)
-        begin = (-(-length // size) - int(options[Column.WINDOW])) * size
-        tokens = torch.cat([first, torch.arange(begin, int(rows.seq_lens[row]))])
+        pages = -(-length // size)
+        first, last = int(options[Column.SINK]), pages - int(options[Column.WINDOW])
+        positions = torch.arange(int(rows.seq_lens[row]))
+        tokens = positions[(positions // size < first) | (positions // size >= last)]
         for head in range(kv_heads):
             pair = row * kv_heads + head
             plan.lengths[pair] = len(tokens)
-            listed = _numbers(tokens, row, head, rows, size, kv_heads)
+            listed = _numbers(tokens, row, head, rows, size, kv_heads, plan)
             plan.lists[pair, : len(tokens)] = listed
 
 
 def _numbers(
-    tokens: torch.Tensor, row: int, head: int, rows: DeviceRows, size: int, kv_heads: int
+    tokens: torch.Tensor,
+    row: int,
+    head: int,
+    rows: DeviceRows,
+    size: int,
+    kv_heads: int,
+    plan: DevicePlan,
 ) -> torch.Tensor:
-    """The numbers of the tokens at some positions of a row's context, for a KV head."""
+    """What stands in a plan's lists for the tokens at some positions of a row's context."""
+    if plan.positions:
+        return tokens
     return (rows.block_table[row, tokens // size] * kv_heads + head) * size + tokens % size
 
 
@@ -347,7 +375,11 @@ def _take_lists(
         for head in range(kv_heads):
             pair, found = row * kv_heads + head, i * kv_heads + head
             listed = step.lists[found, : int(step.lengths[found])]
-            listed = torch.cat([listed, _numbers(drafts, row, head, rows, size, kv_heads)])
+            if plan.positions:
+                page = (rows.block_table[row] == listed[:, None] // size // kv_heads).int()
+                listed = page.argmax(1) * size + listed % size
+            drafted = _numbers(drafts, row, head, rows, size, kv_heads, plan)
+            listed = torch.cat([listed, drafted])
             plan.lengths[pair] = len(listed)
             plan.lists[pair, : len(listed)] = listed
 
@@ -382,7 +414,7 @@ def _step(
         per_token=per_token,
         lengths=torch.zeros(len(own) * kv_heads, dtype=torch.int32),
         sink=torch.where(whole, 0, sink),
-        window=torch.where(whole, 0, window),
+        window=torch.where(whole, lengths if per_token else 0, window),
         select=torch.where(whole, 0, select),
         fresh=(rows.fresh[own] != 0).to(torch.uint8),
         numbers={

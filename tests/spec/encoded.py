@@ -7,6 +7,7 @@ from vllm_kvretrieval.kernels.device import DeviceRows
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
 from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import IndexRecords
+from vllm_kvretrieval.retrieval.index import pack
 
 
 def update_index(key: torch.Tensor, slot_mapping: torch.Tensor, store: IndexRecords) -> None:
@@ -44,6 +45,27 @@ def write_open(
             closed &= residency.held[seat] >= 0
             residency.held[seat][closed] = -1
             residency.traffic[seat, Traffic.HELD] -= closed.sum()
+
+
+def index_open(
+    key: torch.Tensor, rows: DeviceRows, store: EncodedUnits, index: IndexRecords
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.encoded.EncodedOps.index_open`."""
+    _, ring, _, page_size, width = store.open.shape
+    size, by = index.entry_tokens, index.index
+    assert by is not None
+    for row, seat, first, before, after in _written(rows):
+        for entry in range(before // size, after // size):
+            page = entry // index.parts
+            old = store.open[seat, page % ring, :, :, : width // 2]
+            of_tokens = [
+                old[:, place % page_size] if place < before else key[first + place - before]
+                for place in range(entry * size, (entry + 1) * size)
+            ]
+            built = by.build(torch.stack(of_tokens, 1).float())
+            number = int(rows.block_table[row, page]) * index.parts + entry % index.parts
+            layout = by.fields(width // 2, size)
+            index.records[number] = pack(layout, built, index.dtype, index.alignment)
 
 
 def keep_open(

@@ -49,18 +49,35 @@ def resolve(
         for head in range(held.shape[1]):
             pair = row * held.shape[1] + head
             pages = -(-int(plan.lengths[pair]) // page_size)
-            wanted = plan.lists[pair, :pages]
+            wanted, most = plan.lists[pair, :pages], held.shape[2]
             free = torch.ones_like(held[seat, head], dtype=torch.bool)
-            found = _find(wanted, head, free, seat, residency)
+            found = _find(wanted[:most], head, free, seat, residency)
+            found += [(-1, True)] * (pages - len(found))  # which no slot gets
             slot_lists[pair, :pages] = torch.tensor([slot for slot, _ in found], dtype=torch.int32)
-            units = rows.block_table[row, wanted.long()] * held.shape[1] + head
             if isinstance(missing, Origins):
+                units = _units(wanted, row, head, rows, held.shape[1], missing, page_size)
                 missed = torch.tensor([missed for _, missed in found], dtype=torch.bool)
                 missing.units[pair, :pages] = units.where(missed, -1)
             else:
+                units = rows.block_table[row, wanted.long()] * held.shape[1] + head
                 _append(missing, units, found)
             residency.traffic[seat, Traffic.LOOKED_UP] += pages
             residency.traffic[seat, Traffic.MISSED] += sum(missed for _, missed in found)
+
+
+def _units(
+    wanted: torch.Tensor,
+    row: int,
+    head: int,
+    rows: DeviceRows,
+    kv_heads: int,
+    origins: Origins,
+    tokens: int,
+) -> torch.Tensor:
+    """The units of so many tokens, of which a page of the home has some, at positions that are
+    wanted."""
+    run = origins.home.shape[2] // tokens
+    return (rows.block_table[row, wanted.long() // run] * kv_heads + head) * run + wanted % run
 
 
 def resolve_ahead(
@@ -172,11 +189,7 @@ def sparse_decode(
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.slots.SlotOps.sparse_decode`. Computes in float64."""
     if origins is not None:
-        for row, length in enumerate(lengths.tolist()):
-            for place, first in enumerate(range(0, length, slots.shape[1])):
-                if (unit := int(origins.units[row, place])) >= 0:
-                    there = slice(0, min(length - first, slots.shape[1]))
-                    slots[slot_lists[row, place], there] = origins.home.flatten(0, 1)[unit, there]
+        slots, slot_lists = _with_missing(slots, slot_lists, lengths, origins)
     group = lse.shape[1] // queries
     kv_heads = query.shape[1] // group
     for row, length in enumerate(lengths.tolist()):
@@ -203,3 +216,27 @@ def sparse_decode(
             of_query = slice(number * group, (number + 1) * group)
             lse[row, of_query] = found.logsumexp(dim=-1)
             out[token, members] = (found.softmax(dim=-1) @ values).to(out.dtype)
+
+
+def _with_missing(
+    slots: torch.Tensor, slot_lists: torch.Tensor, lengths: torch.Tensor, origins: Origins
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write pages of the home to the slots that miss them.
+
+    Returns:
+        Slots and lists of all pages, those for which there is no slot included.
+    """
+    page = slots.shape[1]
+    at_home, slot_lists = origins.home.view(-1, *slots.shape[1:]), slot_lists.clone()
+    beyond = []
+    for row, length in enumerate(lengths.tolist()):
+        for place, first in enumerate(range(0, length, page)):
+            if (unit := int(origins.units[row, place])) < 0:
+                continue
+            there = slice(0, min(length - first, page))
+            if (slot := int(slot_lists[row, place])) >= 0:
+                slots[slot, there] = at_home[unit, there]
+            else:
+                slot_lists[row, place] = len(slots) + len(beyond)
+                beyond.append(at_home[unit])
+    return torch.cat([slots, torch.stack(beyond)]) if beyond else slots, slot_lists

@@ -349,16 +349,22 @@ def outlier_counts(device, *, share):
     assert counts.tolist() == [chooser.outlier_units(select) for select in range(len(counts))]
 
 
-def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed=0):
+def kept_lists(
+    device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, positions=False, seed=0
+):
     """What is kept of the prompts of a step's rows, and all after it.
 
     The rows: of two methods that keep tokens, some heads none or as many as there is room for, the
     first one's answer long; of a method that selects nothing, of one of pages, exact, and padding.
+    With ``positions`` the cache is far, and the context of the method that selects nothing within
+    its budget: all of it is in sink and window, some of it in both.
     """
     torch.manual_seed(seed)
     rows, seats = 7, 9
     kept, none, others = (0, 2), 1, 3
     lengths = torch.tensor([11 * page - 3, 12 * page - 5, *[10 * page + 5] * 5])
+    if positions:
+        lengths[3] = page + 7 if drafts else page - 7
     drafted = torch.tensor([drafts, drafts - 1, *[1, 2, drafts, 0, 0]]) * min(drafts, 1)
     ends, starts = lengths + drafted, torch.zeros(rows + 1, dtype=torch.int32)
     starts[1:] = (drafted + 1).cumsum(0)
@@ -399,9 +405,9 @@ def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed
         )  # fmt: skip
         plan = DevicePlan.empty(
             rows=rows, kv_heads=kv_heads, group=1, entries=1, width=pages * page, programs=3,
-            device=where,
+            device=where, positions=positions,
         )  # fmt: skip
-        ops.prepare_rows(moved, requests, page)
+        ops.prepare_rows(moved, requests, page, far=positions)
         tiles = {} if ops is reference else {"tile_tokens": 32}
         ops.list_kept(moved, requests, kept, (none,), held, page, plan, **tiles)
         plans.append(plan)
@@ -410,6 +416,7 @@ def kept_lists(device, *, kv_heads=2, page=16, pages=12, drafts=0, most=70, seed
     assert (ours[:4] > 0).all()
     assert (ours[4:] == -1).all()
     assert (ours[1, [0, -1]] - drafted[1]).tolist() == [1, most + 1]
+    assert bool((ours[3] == ends[3]).all()) == positions
     for pair, length in enumerate(plans[0].lengths.tolist()):
         a, b = (plan.lists[pair, : max(length, 0)].cpu() for plan in plans)
         assert torch.equal(a, b), (pair, (a != b).sum())
@@ -429,8 +436,11 @@ RULES = {
 """How tokens may be rated and spared."""
 
 
-def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, steps=3, seed=0):
-    """Steps that drop tokens: lists, attention, and what is kept then.
+def dropped_tokens(
+    device, rule, *, kv_heads=2, group=3, most=100, tile=32, steps=3, workers=0, seed=0
+):
+    """Steps that drop tokens: lists, attention, and what is kept then. With ``workers`` what tokens
+    receive is added up over so many.
 
     The rows: of the method, of heads with room and without, one whose heads keep nothing yet; of a
     method that keeps tokens once; of one that selects nothing; exact; and padding.
@@ -517,7 +527,13 @@ def dropped_tokens(device, rule, *, kv_heads=2, group=3, most=100, tile=32, step
             attention = query, units.to(where), plan.lists, plan.lengths, 0.25, out, lse
             decode(*attention, workspace, scores=plan.scores)
             options = {} if ops is reference else {"tile_tokens": tile}
-            ops.drop_tokens(plan.scores, lse, in_rows, number, kept, rule, **options)
+            of_step = plan.scores, lse, in_rows, number, kept
+            received = None
+            if workers:  # as if others had the same heads again
+                received = torch.zeros(rows, plan.scores.shape[2], device=where)
+                ops.receive_tokens(*of_step, received, **options)
+                received *= workers
+            ops.drop_tokens(*of_step, rule, received=received, **options)
             state = plan.lengths, kept.counts, kept.chosen, kept.ratings, out.float()
             steps_of.append(tuple(part.cpu().clone() for part in state))
         found.append(steps_of)
@@ -555,12 +571,14 @@ def token_steps(
     pages=12,
     counted=False,
     drafts=0,
+    positions=False,
     seed=0,
 ):
     """Single tokens of a step's rows: selected by each KV head, or by a filter for all of them.
 
     If ``counted``, KV heads select different numbers of tokens, some of them all or none. Rows have
-    up to ``drafts`` drafts.
+    up to ``drafts`` drafts. With ``positions`` the cache is far, and two contexts are within their
+    budgets.
 
     The rows: of three lengths, one whose tokens are all alike, of a method that selects nothing, of
     a method of pages, exact, and padding.
@@ -576,6 +594,8 @@ def token_steps(
     ]
     tables = torch.randperm(rows * pages).view(rows, pages).int()
     lengths = torch.tensor([9 * page + 1, 11 * page - 3, 12 * page, *[10 * page + 5] * 5])
+    if positions:
+        lengths[0], lengths[4] = 7 * page - 2, page - 5
     drafted = torch.tensor([drafts, drafts - 1, *[0, 1, 2, drafts, 1, 0]]) * min(drafts, 1)
     ends, starts = lengths + drafted, torch.zeros(rows + 1, dtype=torch.int32)
     starts[1:] = (drafted + 1).cumsum(0)
@@ -608,12 +628,12 @@ def token_steps(
         layer.write(key, value, mapping)
         layer.plan = DevicePlan.empty(
             rows=rows, kv_heads=kv_heads, group=group, entries=pages * page, width=pages * page,
-            programs=3, device=layer.device,
+            programs=3, device=layer.device, positions=positions,
         )  # fmt: skip
         layer.plan.scores.fill_(float("nan"))
         layer.plan.stats.fill_(float("nan"))
         moved = moved_rows(in_rows, operator.methodcaller("to", layer.device))
-        layer.ops.prepare_rows(moved, layer.requests, page)
+        layer.ops.prepare_rows(moved, layer.requests, page, far=positions)
         given = query.to(layer.device), moved, layer.requests
         tiles = {} if layer.ops is reference else {"tile_tokens": 64}
         if filters:
@@ -637,14 +657,17 @@ def token_steps(
         page + lengths[4] - (lengths[4] - 1) // page * page + page
     )  # and two pages, a part full
     wanted = torch.tensor([*(n * page for n in (7, 8, 7, 7)), int(wholly), -1, -1, -1])
+    if positions:
+        wanted[[0, 4]] = lengths[[0, 4]]
     assert counted or ours[:, 0].equal((wanted + drafted * (wanted > 0)).int())
     for pair, length in enumerate(layers[0].plan.lengths.tolist()):
         a, b = (layer.plan.lists[pair, : max(length, 0)].cpu() for layer in layers)
         assert torch.equal(a, b), (pair, (a != b).sum())
     assert torch.equal(layers[0].requests.corrected, layers[1].requests.corrected.cpu())
     if filters:
-        of_heads = layers[1].plan.lists.view(rows, kv_heads, -1)[:5] // page
-        assert (of_heads[:, 1] - of_heads[:, 0] == 1)[:, : 2 * page].all(), "of one page, two units"
+        of_heads = layers[1].plan.lists.view(rows, kv_heads, -1)[1:4, :, : 2 * page]
+        one = 0 if positions else 1  # of one page, two units
+        assert (of_heads[:, 1] // page - of_heads[:, 0] // page == one).all()
 
 
 def same_plans(layers, rows, step):

@@ -193,6 +193,12 @@ def reset_prefix_cache():
     assert _engine.reset_prefix_cache()
 
 
+def load(late, short):
+    """How a ``LateConnector`` loads from now on; see there."""
+    connector = _engine.llm_engine.engine_core.engine_core.scheduler.connector
+    connector.late, connector.short = late, short
+
+
 def drive_preempting(requests):
     """The answers, and which requests were preempted, by number."""
     import pytest

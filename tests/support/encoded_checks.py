@@ -16,6 +16,8 @@ from vllm_kvretrieval.kernels.slots import Recalls, Residency, Traffic
 from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.retrieval.codec import CODECS
 from vllm_kvretrieval.retrieval.codec.sparse import Sparse, outlier_count
+from vllm_kvretrieval.retrieval.index import unpack
+from vllm_kvretrieval.retrieval.index.landmark import Landmark
 from vllm_kvretrieval.retrieval.index.min_max import MinMax
 
 SEATS, TABLE = 3, 9
@@ -54,7 +56,12 @@ class Layer:
             MinMax(), pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
             dtype=dtype, layout="token_major", alignment=RECORD_ALIGNMENT,
         )  # fmt: skip
-        self.index.records = torch.zeros_like(self.index.records, device=device)
+        self.built = IndexRecords.empty(
+            Landmark(), pages=pages, kv_heads=kv_heads, head_size=head_size, page_size=page,
+            entry_tokens=page // 2, dtype=dtype, layout="token_major", alignment=RECORD_ALIGNMENT,
+        )  # fmt: skip
+        for index in self.index, self.built:
+            index.records = torch.zeros_like(index.records, device=device)
 
     def step(self, given, key, value, opened, recalls, waves):
         """What an engine launches for a step, without attention."""
@@ -63,6 +70,7 @@ class Layer:
         self.store.first.copy_(opened)
         self.ops.update_index(key, rows.slot_mapping, self.index)
         self.ops.write_open(key, value, rows, self.store, self.residency)
+        self.ops.index_open(key, rows, self.store, self.built)
         held, sources, targets = recalls
         flat = self.residency.held.view(-1)
         self.residency.traffic[:, Traffic.HELD] = 0
@@ -85,6 +93,15 @@ class Layer:
             bits = tensor.view(torch.int16)
             tensors.append(torch.where(tensor.isnan(), torch.full_like(bits, -1), bits))
         return [tensor.cpu() for tensor in tensors]
+
+
+def same_records(ours, theirs):
+    """Records that are built, up to the rounding of sums."""
+    layout = ours.index.fields(ours.head_size, ours.entry_tokens)
+    kept = ours.dtype, ours.alignment
+    a, b = (unpack(layout, of.records.cpu().flatten(0, 1), *kept) for of in (ours, theirs))
+    for name in a:
+        torch.testing.assert_close(b[name], a[name], rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
 def alike(store):
@@ -196,6 +213,7 @@ def life(device, *, codec, kept, page, kv_heads, head_size, dtype, steps=16, see
             side.step(given, key[:tokens], value[:tokens], opened, recalls, waves)
         for expected, actual in zip(sides[0].state(), sides[1].state(), strict=True):
             assert torch.equal(expected, actual), f"step {number}"
+        same_records(*(side.built for side in sides))
         untouched = torch.ones(held.numel(), dtype=torch.bool)
         untouched[recalls[2].long()] = False
         dropped += int((sides[0].residency.held != held).flatten()[untouched].sum())

@@ -1,4 +1,5 @@
-"""vLLM's example of a KV connector, whose loads may come a step after they were asked for."""
+"""vLLM's example of a KV connector, whose loads may come a step after they were asked for, and may
+end within a block."""
 
 from typing import Any
 
@@ -14,16 +15,18 @@ class LateConnector(ExampleConnector):
 
     Attributes:
         late: Of the scheduler's part: whether loads are.
+        short: Of the scheduler's part: how many of the last tokens do not count as loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.late = False
+        self.late, self.short = False, 0
         self._asked: list[tuple[str, ReqMeta]] = []
         self._there: set[str] = set()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens = max(tokens - self.short, 0)
         return tokens, self.late and bool(tokens)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):

@@ -20,7 +20,7 @@ class Side:
     """One implementation whose slots hold the numbers of units in place of units; new tokens go to
     slots of their own."""
 
-    def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width, in_place):
+    def __init__(self, ops, device, *, seats, kv_heads, capacity, rows, width, in_place, run):
         self.ops = ops
         step = torch.zeros(1, dtype=torch.int32, device=device)
         traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
@@ -34,7 +34,8 @@ class Side:
         self.lists = torch.full((rows * kv_heads, width), -7, dtype=torch.int32, device=device)
         self.recalls = Recalls.empty(rows * kv_heads * width, device)
         self.units = torch.full_like(self.lists, -7)
-        self.missing = Origins(self.slots, self.units) if in_place else self.recalls
+        home = torch.empty(1, kv_heads, run * PAGE, 0, device=device)
+        self.missing = Origins(home, self.units) if in_place else self.recalls
 
     def recall(self):
         """Copy what is listed, and return it."""
@@ -43,8 +44,8 @@ class Side:
         return self._copy(self.recalls.sources[:count], self.recalls.targets[:count])
 
     def read_in_place(self):
-        """The same of what lists miss."""
-        listed = self.units >= 0
+        """The same of what lists miss, and get a slot for."""
+        listed = (self.units >= 0) & (self.lists >= 0)
         return self._copy(self.units[listed], self.lists[listed])
 
     def _copy(self, sources, targets):
@@ -60,12 +61,13 @@ class Side:
 class Contexts:
     """Requests that come and go, grow by a token a step, and select almost what they selected.
 
-    They have up to ``drafts`` drafts, of which some are accepted.
+    They have up to ``drafts`` drafts, of which some are accepted. Pages of the home have ``run`` of
+    those that slots have.
     """
 
-    def __init__(self, device, *, seats, kv_heads, select, rows, drafts, seed):
+    def __init__(self, device, *, seats, kv_heads, select, rows, drafts, run, seed):
         self.draw, self.kv_heads, self.select = random.Random(seed), kv_heads, select
-        self.drafts = drafts
+        self.drafts, self.run = drafts, run
         self.table_pages = 4 * select + 40
         self.rows = DeviceRows(
             torch.zeros(rows, dtype=torch.int32),
@@ -137,6 +139,12 @@ class Contexts:
                 listed += len(pages_of_head)
         return listed
 
+    def units(self, pair, positions):
+        """The units of pages of a (row, KV head), by their positions in its context."""
+        row, head = divmod(pair, self.kv_heads)
+        at_home = self.rows.block_table[row, positions.long() // self.run]
+        return (at_home * self.kv_heads + head) * self.run + positions % self.run
+
     def left_alone(self):
         """A row that was skipped does not follow its previous step when it comes back."""
         for row in self.running:
@@ -155,18 +163,21 @@ def resolve(
     seed=0,
     least_hits=0.6,
     in_place=False,
+    run=1,
 ):
     """Step for step what the specification does; and slots hold what is said to be in them."""
     seats, width = rows + 1, SINK + WINDOW + select + -(-drafts // PAGE)
     shape = {"kv_heads": kv_heads, "rows": rows}
-    contexts = Contexts("cpu", seats=seats, select=select, drafts=drafts, seed=seed, **shape)
+    drawn = {"select": select, "drafts": drafts, "run": run, "seed": seed}
+    contexts = Contexts("cpu", seats=seats, **drawn, **shape)
     plan = DevicePlan.empty(
         rows=rows, kv_heads=kv_heads, group=1, entries=1, width=width, programs=1, device="cpu",
         positions=True,
     )  # fmt: skip
-    shape |= {"seats": seats, "capacity": capacity, "width": width, "in_place": in_place}
+    shape |= {"seats": seats, "capacity": capacity, "width": width}
+    shape |= {"in_place": in_place, "run": run}
     sides = [Side(reference, "cpu", **shape), Side(kernels, device, **shape)]
-    missed = ahead = listed = 0
+    missed = ahead = listed = beyond = 0
     for step in range(steps):
         if step in (steps // 2, steps - 4):
             contexts.arrive([contexts.draw.randrange(rows)])
@@ -186,11 +197,13 @@ def resolve(
             check_attended(side, contexts, plan, attended)
             held = side.slots.clone()
             side.lists.fill_(-7)
-            side.ops.resolve_ahead(
-                selection, in_rows, to(side, contexts.requests), side.residency, side.recalls,
-                side.lists, PAGE,
-            )  # fmt: skip
-            early = side.recall()
+            early = set()
+            if run == 1:
+                side.ops.resolve_ahead(
+                    selection, in_rows, to(side, contexts.requests), side.residency, side.recalls,
+                    side.lists, PAGE,
+                )  # fmt: skip
+                early = side.recall()
             in_use = attended[attended >= 0].long()
             assert torch.equal(side.slots[in_use], held[in_use]), "a slot of this step is lost"
             found.append((critical, early, attended))
@@ -200,26 +213,30 @@ def resolve(
         for expected, actual in zip(sides[0].state(), sides[1].state(), strict=True):
             assert torch.equal(expected, actual.cpu()), f"step {step}"
         missed, ahead = missed + len(critical), ahead + len(early)
+        beyond += int((attended == -1).sum())
         contexts.left_alone()
     assert sides[0].written.any(), "some tokens are of pages in slots"
     traffic = sides[0].residency.traffic.sum(0).tolist()
-    assert traffic == [listed, missed, ahead, (sides[0].residency.held >= 0).sum()]
-    assert bool(ahead) == (capacity > width), "pages are recalled ahead where there are slots"
+    assert traffic == [listed, missed + beyond, ahead, (sides[0].residency.held >= 0).sum()]
+    assert bool(ahead) == (capacity > width and run == 1), "pages come ahead where there are slots"
+    assert bool(beyond) == (capacity < width), "lists that are longer than there are slots"
     assert 1 - missed / listed > least_hits, f"{missed} of {listed} units missed"
 
 
 def check_attended(side, contexts, plan, attended):
-    """Every page that a step attends to is in the slot that is named for it."""
-    kv_heads = contexts.kv_heads
+    """Every page that a step attends to is in the slot that is named for it, or at home where none
+    is left."""
+    capacity = side.residency.held.shape[2]
     for pair, length in enumerate(plan.lengths.tolist()):
-        row, head = divmod(pair, kv_heads)
         pages = -(-length // PAGE) if length >= 0 else 0
-        units = contexts.rows.block_table[row, plan.lists[pair, :pages].long()] * kv_heads + head
-        assert side.slots[attended[pair, :pages].long()].tolist() == units.tolist()
+        units, there = contexts.units(pair, plan.lists[pair, :pages]), slice(min(pages, capacity))
+        assert side.slots[attended[pair, there].long()].tolist() == units[there].tolist()
+        left = slice(there.stop, pages)
+        assert (attended[pair, left] == -1).all()
+        assert side.units[pair, left].tolist() == units[left].tolist()
         assert (attended[pair, pages:] == -7).all(), "nothing else is written"
         assert (side.units[pair, pages:] == -7).all(), "nor of what is missing"
-        capacity = side.residency.held.shape[2]
-        assert (attended[pair, :pages] // capacity == pair).all(), "slots of one's own"
+        assert (attended[pair, there] // capacity == pair).all(), "slots of one's own"
 
 
 def to(side, thing):
@@ -229,16 +246,20 @@ def to(side, thing):
     return type(thing)(**moved)
 
 
-def read_in_place(device, *, lengths, page, splits, kv_heads=2, group=2, head_size=48, queries=1):
-    """Slots that lack pages of a home are attended to as if they had them, and filled."""
+def read_in_place(
+    device, *, lengths, page, splits, kv_heads=2, group=2, head_size=48, queries=1, run=1
+):
+    """Slots that lack pages of a home are attended to as if they had them, and filled; without a
+    slot a page is attended to at home. A page of the home has ``run`` of those that slots have."""
     torch.manual_seed(page + splits)
     rows, width = len(lengths), -(-max(lengths) // page) + 1
     requests = rows // kv_heads
     row = {"dtype": torch.bfloat16, "device": device}
-    home = torch.randn(2 * rows * width, kv_heads, page, 2 * head_size, **row)
+    home = torch.randn(2 * rows * width, kv_heads, page * run, 2 * head_size, **row)
+    at_home = home.view(-1, page, 2 * head_size)
     full = torch.randn(3 * rows * width, page, 2 * head_size, **row)
     lists = torch.randperm(len(full), device=device)[: rows * width].int().view(rows, width)
-    units = torch.randperm(home.shape[0] * kv_heads, device=device)[: rows * width].int()
+    units = torch.randperm(len(at_home), device=device)[: rows * width].int()
     missing = torch.rand(rows, width, device=device) < 0.5
     units = units.view(rows, width).where(missing, -1)
     slots = full.clone()
@@ -246,32 +267,41 @@ def read_in_place(device, *, lengths, page, splits, kv_heads=2, group=2, head_si
         ends = (length - page * torch.arange(width)).clamp(0, page).tolist()
         for unit, slot, end in zip(units[place], lists[place], ends, strict=True):
             if unit >= 0:
-                full[slot, :end] = home.flatten(0, 1)[unit, :end]
+                full[slot, :end] = at_home[unit, :end]
                 slots[slot, :end] = float("nan")
+    homeless = torch.rand(rows, width, device=device) < 0.3
+    some = lists.where(~homeless | ~missing, -1)
+    filled = full.clone()
+    filled[lists[some < 0].long()] = slots[lists[some < 0].long()]
     query = torch.randn(requests * queries, kv_heads * group, head_size, **row)
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
-    of_lists = lists, torch.tensor(lengths, dtype=torch.int32, device=device), head_size**-0.5
+    of_lists = torch.tensor(lengths, dtype=torch.int32, device=device), head_size**-0.5
     workspace = DecodeWorkspace.empty(
         rows=rows, splits=splits, group=queries * group, head_size=head_size, device=device
     )
     results = []
-    for ops, held, origins in (
-        (kernels, full, None),
-        (kernels, slots.clone(), Origins(home, units)),
-        (reference, slots.clone(), Origins(home, units)),
+    at = Origins(home, units)
+    for ops, held, listed, origins, left in (
+        (kernels, full, lists, None, full),
+        (kernels, slots.clone(), lists, at, full),
+        (reference, slots.clone(), lists, at, full),
+        (kernels, slots.clone(), some, at, filled),
+        (reference, slots.clone(), some, at, filled),
     ):
         out, lse = torch.zeros_like(query), torch.zeros(rows, queries * group, device=device)
         ops.sparse_decode(
-            query, held, *of_lists, out, lse, workspace, starts=starts, queries=queries,
+            query, held, listed, *of_lists, out, lse, workspace, starts=starts, queries=queries,
             origins=origins,
         )  # fmt: skip
-        assert torch.equal(held.view(torch.int16), full.view(torch.int16)), "slots"
+        assert torch.equal(held.view(torch.int16), left.view(torch.int16)), "slots"
         results.append((out, lse))
     assert missing.any()
     assert not missing.all()
-    for expected, actual in zip(results[0], results[1], strict=True):
-        assert torch.equal(expected, actual), "attention"
-    triton_checks.close(results[2], results[1], torch.bfloat16)
+    assert (some < 0).any()
+    for kernel, specified in ((1, 2), (3, 4)):
+        for expected, actual in zip(results[0], results[kernel], strict=True):
+            assert torch.equal(expected, actual), "attention"
+        triton_checks.close(results[specified], results[kernel], torch.bfloat16)
 
 
 def stage(device, *, kv_heads, head_size, page, programs):

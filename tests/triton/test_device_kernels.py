@@ -191,13 +191,24 @@ class Other(Mean):
         {"drafts": 3, "seed": 5},
         {"filters": True, "drafts": 5, "seed": 6},
         {"filters": True, "group": 1, "head_size": 16, "dtype": torch.float16, "seed": 3},
+        {"positions": True, "drafts": 3, "seed": 7},
+        {"positions": True, "filters": True, "seed": 8},
     ],
 )
 def test_tokens(interpreted, case):
     interpreted(device_checks.token_steps, **case)
 
 
-@pytest.mark.parametrize("case", [{}, {"drafts": 3, "seed": 1}, {"kv_heads": 3, "most": 64}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"drafts": 3, "seed": 1},
+        {"kv_heads": 3, "most": 64},
+        {"positions": True, "seed": 2},
+        {"positions": True, "drafts": 2, "seed": 3},
+    ],
+)
 def test_kept_tokens(interpreted, case):
     interpreted(device_checks.kept_lists, **case)
 
@@ -205,6 +216,11 @@ def test_kept_tokens(interpreted, case):
 @pytest.mark.parametrize("rule", device_checks.RULES)
 def test_dropped_tokens(interpreted, rule):
     interpreted(device_checks.dropped_tokens, rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["latest", "stamps of layers"])
+def test_dropped_tokens_of_several_workers(interpreted, rule):
+    interpreted(device_checks.dropped_tokens, rule=rule, workers=2, seed=2)
 
 
 def test_dropped_tokens_of_one_head(interpreted):
@@ -257,7 +273,7 @@ def a_step(layer):
     ("changed", "message"),
     [
         ({"index": Other()}, "there is no kernel for index=other; use one of min_max, mean"),
-        ({"index": Mean(), "cache": None}, "the index is not over the cache that is written"),
+        ({"index": Exact(), "cache": None}, "the index is not over the cache that is written"),
         ({"layout": "vec"}, "the index is for pages of 16 tokens, laid out as rows"),
         ({"records": torch.zeros(1, 2, 8, dtype=torch.uint8)}, "the index's records must be"),
     ],

@@ -94,7 +94,8 @@ class Layers:
         self.staging = Staging(side, buffers, Half)
         self.tier = FarTier(
             self.ops, side, self.staging, layers=LAYERS, seats=SEATS, rows=SEATS,
-            kv_heads=KV_HEADS, capacity=capacity, width=width, device="cpu",
+            kv_heads=KV_HEADS, capacity=capacity, width=width, slot_tokens=PAGE, looks_ahead=True,
+            device="cpu",
         )  # fmt: skip
         self.far = [self.tier.add(RawHome(self.ops, cache)) for cache in self.caches]
         for layer in self.far:

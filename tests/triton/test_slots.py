@@ -8,20 +8,24 @@ from vllm_kvretrieval.system_limits import available_memory
 
 
 @pytest.mark.parametrize(
-    ("capacity", "select", "drafts", "in_place"),
+    ("capacity", "select", "drafts", "in_place", "run"),
     [
-        (18, 6, 0, False),
-        (18, 6, 0, True),
-        (20, 7, 0, False),
-        (64, 12, 0, True),
-        (24, 6, 7, False),
-        (24, 6, 7, True),
+        (18, 6, 0, False, 1),
+        (18, 6, 0, True, 1),
+        (20, 7, 0, False, 1),
+        (64, 12, 0, True, 1),
+        (24, 6, 7, False, 1),
+        (24, 6, 7, True, 4),
+        (7, 6, 0, True, 1),
+        (13, 12, 7, True, 2),
     ],
 )
-def test_resolve(interpreted, capacity, select, drafts, in_place):
-    interpreted(
-        slot_checks.resolve, capacity=capacity, select=select, drafts=drafts, in_place=in_place
-    )
+def test_resolve(interpreted, capacity, select, drafts, in_place, run):
+    """Lists that are longer than there are slots, and pages of the home that have several of those
+    of slots among them."""
+    sizes = {"capacity": capacity, "select": select, "drafts": drafts, "run": run}
+    hits = 0.4 if capacity < select + 3 else 0.6
+    interpreted(slot_checks.resolve, **sizes, in_place=in_place, least_hits=hits)
 
 
 def test_no_more_slots_than_a_step_needs(interpreted):
@@ -35,12 +39,17 @@ def test_stage_context(interpreted, kv_heads, head_size, page):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "page", "splits", "drafts"),
-    [([200, 33, 0, 130], 32, 4, False), ([1, 90], 128, 1, False), ([300, 257], 16, 2, True)],
+    ("lengths", "page", "splits", "drafts", "run"),
+    [
+        ([200, 33, 0, 130], 32, 4, False, 1),
+        ([1, 400], 128, 1, False, 1),
+        ([300, 257], 16, 2, True, 2),
+        ([90, 33], 1, 2, True, 16),
+    ],
 )
-def test_missing_pages_are_read_at_home(interpreted, lengths, page, splits, drafts):
+def test_missing_pages_are_read_at_home(interpreted, lengths, page, splits, drafts, run):
     """Attention is that over full slots, to the last bit, and leaves them full."""
-    options = {"lengths": lengths, "page": page, "splits": splits}
+    options = {"lengths": lengths, "page": page, "splits": splits, "run": run}
     interpreted(slot_checks.read_in_place, **options, queries=3 if drafts else 1)
 
 

@@ -264,22 +264,29 @@ def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
             "kv_retrieval.reuse='exact' cannot be combined with a KV connector, which does not say "
             "how the keys and values that it loads were computed. Leave one out."
         )
-    transfer = vllm_config.kv_transfer_config
-    if config.token_major and transfer is not None and transfer.kv_connector not in OF_ONE_INSTANCE:
-        said = transfer.get_from_extra_config(LAYOUT_KEY, None)
-        if said != "rows":
-            raise RetrievalConfigError(
-                f"{config.method} keeps keys and values of its retrieval layers token by token, "
-                f"and the KV connector {transfer.kv_connector} may bring them from instances that "
-                "do not, which would go unnoticed. If all instances run with the same "
-                "--attention-backend and --kv-retrieval options, say so: "
-                f'"kv_connector_extra_config": {{"{LAYOUT_KEY}": "rows"}}; got {said!r}.'
-            )
+    if config.token_major:
+        check_layout_is_said(vllm_config, config)
     if cache.user_specified_block_size and cache.block_size != config.page_size:
         raise RetrievalConfigError(
             f"--block-size {cache.block_size} cannot be combined with a KV connector, which moves "
             "whole blocks: they have to be pages. Leave it out, or use --block-size "
             f"{config.page_size}."
+        )
+
+
+def check_layout_is_said(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
+    """Refuse a KV connector that may bring keys and values in another layout, unless told not."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector in OF_ONE_INSTANCE:
+        return
+    said = transfer.get_from_extra_config(LAYOUT_KEY, None)
+    if said != "rows":
+        raise RetrievalConfigError(
+            f"{config.method} keeps keys and values of its retrieval layers token by token, "
+            f"and the KV connector {transfer.kv_connector} may bring them from instances that "
+            "do not, which would go unnoticed. If all instances run with the same "
+            "--attention-backend and --kv-retrieval options, say so: "
+            f'"kv_connector_extra_config": {{"{LAYOUT_KEY}": "rows"}}; got {said!r}.'
         )
 
 

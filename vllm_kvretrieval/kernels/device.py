@@ -151,7 +151,8 @@ class DevicePlan(ScoreRoom):
     Attributes:
         lists: int32 [>= N, W], written: the pages of each (row, KV head) in context order, either
             as positions in the context or as units, ``page_id * kv_heads + kv_head``. With tokens,
-            the tokens, ``unit * page_size + place in the page``; entries are then tokens, too.
+            the tokens, likewise: as positions, or ``unit * page_size + place in the page``; entries
+            are then tokens, too.
         lengths: int32 [>= N], written: tokens of these pages; -1: the row attends to its whole
             context, and its list is not written.
         positions: Whether ``lists`` holds positions. Otherwise it holds units.
@@ -340,8 +341,8 @@ class DeviceOps(Protocol):
         records of the contexts, and scores.
 
         Args:
-            query, rows, requests: See :meth:`plan_decode`. Contexts of rows with a chooser are
-                beyond their budgets.
+            query, rows, requests: See :meth:`plan_decode`. A context within its budget that has a
+                chooser is listed as a whole.
             choosers: By their numbers. Those without an index select nothing.
             plan: A plan for tokens, written.
 
@@ -414,6 +415,30 @@ class DeviceOps(Protocol):
         """
         ...
 
+    def receive_tokens(
+        self,
+        scores: torch.Tensor,
+        lse: torch.Tensor,
+        rows: DeviceRows,
+        number: int,
+        kept: KeptTokens,
+        received: torch.Tensor,
+    ) -> None:
+        """Add up what listed tokens get of the attention of all KV heads of a layer.
+
+        Where other workers have heads of the layer, too, :meth:`drop_tokens` goes by the sums over
+        them all. Bytes moved: scores, and four per token.
+
+        Args:
+            scores, lse, rows, number, kept: See :meth:`drop_tokens`, of a rule of whole layers, by
+                which all KV heads of a row have one list.
+            received: float32 [R, tokens of a list]; written for the rows of the method.
+
+        Raises:
+            ValueError: The dtype, shape or strides of a tensor differ from the signature.
+        """
+        ...
+
     def drop_tokens(
         self,
         scores: torch.Tensor,
@@ -422,6 +447,8 @@ class DeviceOps(Protocol):
         number: int,
         kept: KeptTokens,
         rule: Keeping,
+        *,
+        received: torch.Tensor | None = None,
     ) -> None:
         """Keep the new token of each row, and drop tokens of heads that have no room for the next.
 
@@ -440,6 +467,8 @@ class DeviceOps(Protocol):
             kept: The layer's; ``chosen``, ``ratings`` and ``counts`` are written at the seats of
                 the rows.
             rule: How tokens are rated, and which are spared.
+            received: What tokens have received of a layer, where not by these scores alone; see
+                :meth:`receive_tokens`.
 
         Raises:
             ValueError: The dtype, shape or strides of a tensor differ from the signature.

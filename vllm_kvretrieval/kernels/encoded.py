@@ -9,8 +9,9 @@ decoded.
 The units of the home are what a codec of ``retrieval/codec`` makes of keys and values, byte by
 byte. At each step the ops of a layer run in this order::
 
-    update_index                        records, from keys as they are
-    write_open, plan_decode, resolve    before attention
+    update_index                        records that grow, from keys as they are
+    write_open, index_open              before attention; other records, likewise
+    plan_decode, resolve
     recall_encoded, stage_encoded       in place of recall_units and stage_context
     keep_open                           after attention, where rows have several tokens
 """
@@ -90,6 +91,24 @@ class EncodedOps(Protocol):
             rows: The rows, without drafts. No two have the same seat.
             store: ``units`` and ``open`` are written.
             residency: The contents of the layer's slots; written.
+        """
+        ...
+
+    def index_open(
+        self, key: torch.Tensor, rows: DeviceRows, store: EncodedUnits, index: IndexRecords
+    ) -> None:
+        """Build the records of entries that a step completes, before :meth:`keep_open`.
+
+        Bytes moved: the keys of these entries, and records.
+
+        Args:
+            key, rows: See :meth:`write_open`.
+            store: Its rings have the tokens from before the step of pages that are not full.
+            index: An index without a cache, whose entries are no longer than a page; its
+                ``records`` are written.
+
+        Raises:
+            ValueError: See ``DeviceOps.write_kv``.
         """
         ...
 

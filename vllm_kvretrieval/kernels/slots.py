@@ -7,6 +7,10 @@ units, ``[pages, kv_heads, page, 2 * head_size]``, in host memory that the GPU h
 hold some of them in device memory, ``[slots, page, 2 * head_size]``. The unit of a page and a KV
 head has the number ``page_id * kv_heads + kv_head``.
 
+Where methods select single tokens, a slot holds one, and so does a unit: that of page unit ``u``,
+at place ``t`` in its page, has the number ``u * page + t``. What is said of pages is then true of
+tokens.
+
 The slots of a layer are divided: every (seat, KV head) has ``C`` slots of its own. A slot is known
 by the position of its page in the context. A page that requests share takes a slot for each of
 them; in return, the slots of a request do not depend on other requests or on page ids.
@@ -134,7 +138,8 @@ class Origins:
     """Where attention has to read the pages of its lists that no slot holds yet.
 
     Attributes:
-        home: [pages, kv_heads, page, 2 * head_size].
+        home: [pages, kv_heads, page, 2 * head_size]; its pages have as many tokens as slots have,
+            or a multiple.
         units: int32 [>= N, W]; by the places of pages in lists, as far as these reach: the unit of
             the home, or a negative number where the slot holds it.
     """
@@ -188,8 +193,9 @@ class SlotOps(Protocol):
         A page that is in no slot gets one that this call does not use otherwise: an empty slot, or
         the slot that was not used for the longest time; of equal slots the first. Missing pages, in
         the order of the list, go to these slots in their order, and have to be recalled before
-        attention, or by it. Slots of a row whose ``fresh`` is 1 are empty at first. Rows without a
-        chooser are left alone.
+        attention, or by it. Of a list that is longer than there are slots, the first ``C`` pages
+        get slots, and the others none: attention reads them at home in every step. Slots of a row
+        whose ``fresh`` is 1 are empty at first. Rows without a chooser are left alone.
 
         New keys and values of a row, those of drafts among them, go to the slots that hold the
         pages of its tokens, as far as there were any; recall brings them with other pages. Bytes
@@ -199,12 +205,14 @@ class SlotOps(Protocol):
         Args:
             key, value: [tokens, kv_heads, head_size]; tokens may be strided. They are at home
                 already.
-            plan: A plan with positions, and lists of at most ``C`` pages.
+            plan: A plan with positions, and lists of at most ``C`` pages, or with ``Origins`` of
+                any length.
             rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
             residency: The contents of the layer's slots; written.
             missing: Missing units are appended to recalls, or written to ``Origins.units``.
             slots: [S * kv_heads * C, page, 2 * head_size], written.
-            slot_lists: int32 [>= N, W]; written as far as the lists reach.
+            slot_lists: int32 [>= N, W]; written as far as the lists reach; -1: the page has no
+                slot.
         """
         ...
 
@@ -289,7 +297,8 @@ class SlotOps(Protocol):
         Args:
             query: [tokens, kv_heads * group, head_size]; tokens may be strided.
             slots: [slots, page, 2 * head_size], same dtype; with ``origins`` written.
-            slot_lists: int32 [R, width]; entries beyond a row's length are not read.
+            slot_lists: int32 [R, width]; entries beyond a row's length are not read. Negative: the
+                page has no slot, and is in ``origins``.
             lengths: int32 [R]; tokens, at most ``width * page``. 0: the output is 0, and the
                 log-sum-exp is the sink's, or -inf. Negative: both stay as they are.
             scale: Softmax scale.
@@ -307,8 +316,8 @@ class SlotOps(Protocol):
             scores: float32 [R, group, most], contiguous, written: the scaled scores of the first
                 ``most`` tokens of each list, after ``softcap``; with ``lse`` they say what part of
                 the attention a token gets. Only rows of one query have them; None: nobody asks.
-            origins: Where pages are that slots do not hold yet; their tokens are written to these,
-                as far as a row's length reaches. No two lists may name such a slot. None: slots
-                hold all pages.
+            origins: Where pages are that slots do not hold yet; their tokens are written to their
+                slots, as far as a row's length reaches. No two lists may name such a slot. None:
+                slots hold all pages.
         """
         ...

@@ -199,8 +199,12 @@ class DeviceDropping:
     ) -> None:
         """See :meth:`DeviceOps.drop_tokens`, for the methods whose steps drop tokens."""
         for number in self._dropping:
-            rule = self._prompts.dropping(number)
-            ops.drop_tokens(scores, lse, rows, number, self._kept, rule)
+            rule, received = self._prompts.dropping(number), None
+            if rule.per_layer and self._prompts.heads.add_up is not None:  # other workers have some
+                received = scores.new_zeros(len(rows), scores.shape[2])
+                ops.receive_tokens(scores, lse, rows, number, self._kept, received)
+                self._prompts.heads.add_up(received)
+            ops.drop_tokens(scores, lse, rows, number, self._kept, rule, received=received)
 
     def watch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, seen: list[Watch], split: Any = None

@@ -100,6 +100,12 @@ def _check_settings(config: "RetrievalConfig") -> None:
 def _check_store(config: "RetrievalConfig") -> None:
     if config.store is None:
         return
+    if config.home == "host":
+        raise RetrievalConfigError(
+            f"store={shortened(config.store)} cannot be used with home=host, which is a GPU's: a "
+            "store saves and fetches blocks between steps, and those of a GPU are not waited for. "
+            "Leave store out."
+        )
     if config.home not in ("disk", "device"):
         raise RetrievalConfigError(
             f"store={shortened(config.store)} is another one for each home, and "

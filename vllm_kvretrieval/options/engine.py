@@ -190,6 +190,16 @@ class RetrievalConfig(Options):
         return any(method.per_token for method in self.methods.values())
 
     @property
+    def slot_tokens(self) -> int:
+        """Tokens of the units in which a GPU holds parts of a home in host memory."""
+        return 1 if self.token_major else self.page_size
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether steps of some method may attend to what an earlier one has selected."""
+        return any(method.speculates for method in self.methods.values())
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether methods keep tokens of prompts, chosen by attention that is observed."""
         return any(method.observes for method in self.methods.values())

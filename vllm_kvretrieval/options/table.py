@@ -308,7 +308,8 @@ class Options:
         "a directory in which the KV cache outlives the server: its next start finds every block "
         "that was computed before; with `home=disk` it takes the place of `home_path`",
         "none",
-        on_gpu="keep no file of the KV cache",
+        on_gpu="blocks are saved and fetched between steps, and those of a GPU are not waited for; "
+        "keep no file of the KV cache",
         more="store.md",
     )
     store_days: float | None = option(

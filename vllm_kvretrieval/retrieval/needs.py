@@ -29,9 +29,9 @@ class Need(Enum):
     LAYERS_SHARE = "lets layers share a selection"
     DROPS = "drops tokens"
     DROPS_ALWAYS = "drops a token at each step (schedule running or sliding)"
-    DROPS_ALIKE = "drops the same tokens in all KV heads of a layer (schedule running or sliding)"
     PROMPTS = "keeps tokens by the attention of whole prompts"
     UNEVEN_SHARES = "divides the budget unevenly (budget_shares)"
+    UNEVEN_PAGES = "divides pages unevenly (budget_shares)"
     UNEVEN_TOKENS = "divides single tokens unevenly (budget_shares)"
     MASS = "selects up to a mass of the attention (mass)"
     TOKEN_MASS = "selects single tokens up to a mass of the attention (mass)"
@@ -116,8 +116,7 @@ GPU = Setting(
 GPU_HOST = Setting(
     "home=host",
     {
-        Need.TOKENS: Lack("keeps whole pages on the GPU", f"use home=device, or {BY_PAGES}"),
-        Need.UNEVEN_SHARES: Lack(
+        Need.UNEVEN_PAGES: Lack(
             "gives all KV heads as many slots", "set budget_shares=uniform, or home=device"
         ),
     },
@@ -129,11 +128,6 @@ FILTERS_ALONE = Setting(
     {Need.LAYERS_SHARE: Lack(BY_OWN, "set filter_heads=own, or leave it out")},
 )
 """Workers with some of the KV heads of a filter, which do not tell each other what they find."""
-HEADS_ALONE = Setting(
-    "--tensor-parallel-size on a GPU",
-    {Need.DROPS_ALIKE: Lack(BY_OWN, "set schedule=once, use h2o, raas or snapkv, or leave it out")},
-)
-"""The same of a layer, in steps."""
 LITTLE = "is for methods that read little of a context at a step"
 SLOW_HOME = Setting(
     "a slow home",
@@ -255,7 +249,6 @@ SETTINGS = (
     GPU,
     GPU_HOST,
     FILTERS_ALONE,
-    HEADS_ALONE,
     SLOW_HOME,
     SHARED_KV,
     CODEC,

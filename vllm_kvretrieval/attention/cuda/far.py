@@ -13,6 +13,7 @@ from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.kernels.device import DevicePlan, DeviceRequests, DeviceRows, ScoreRoom
 from vllm_kvretrieval.kernels.slots import DecodeWorkspace, Origins, Recalls, Residency, Traffic
+from vllm_kvretrieval.kernels.types import IndexRecords
 from vllm_kvretrieval.methods import DeviceMethod
 
 MISSED_PROGRAMS = 64
@@ -34,7 +35,9 @@ class FarTier:
         rows: Most rows of a step.
         kv_heads: KV heads of a layer.
         capacity: Slots of a KV head of a seat.
-        width: Most pages that a KV head attends to.
+        width: Most pages, or tokens, that a KV head attends to.
+        slot_tokens: Tokens of a slot: those of a page, or one.
+        looks_ahead: Whether any method selects for the next step, beside the model.
         device: Where the slots are.
         opened: int32 [seats], on the device; ``EncodedUnits.first`` of the layers. None: their
             homes are not encoded.
@@ -52,18 +55,35 @@ class FarTier:
         kv_heads: int,
         capacity: int,
         width: int,
+        slot_tokens: int,
+        looks_ahead: bool,
         device: torch.device | str,
         opened: torch.Tensor | None = None,
     ) -> None:
         self.ops, self.side, self.staging, self._opened = ops, side, staging, opened
         self.kv_heads, self.capacity, self.layers = kv_heads, capacity, layers
+        self._slot_tokens = slot_tokens
         self.far: list[FarLayer] = []
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.traffic = torch.zeros(seats, len(Traffic), dtype=torch.int64, device=device)
-        lists = rows * kv_heads
-        self.slot_lists, self.ahead = torch.zeros(2, lists, width, dtype=torch.int32, device=device)
-        self._units = torch.zeros(4, lists * width, dtype=torch.int32, device=device)
+        lists, early = rows * kv_heads, width if looks_ahead else 0
+        with torch.device(device):
+            self.slot_lists = torch.zeros(lists, width, dtype=torch.int32)
+            missed = 1 if opened is None else 2
+            self._missed = torch.zeros(missed, lists * width, dtype=torch.int32)
+            self.ahead = torch.zeros(lists, early, dtype=torch.int32)
+            self._early = torch.zeros(2, lists * early, dtype=torch.int32)
         self._counts = torch.zeros(layers, 2, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def list_bytes(entries: int, *, encoded: bool, looks_ahead: bool) -> int:
+        """Bytes of the lists, of so many entries each.
+
+        Args:
+            entries: Of the lists of a step, all together.
+            encoded, looks_ahead: Whether homes are encoded, and whether methods look ahead.
+        """
+        return entries * torch.int32.itemsize * (2 + encoded + 3 * looks_ahead)
 
     @property
     def slots(self) -> int:
@@ -75,10 +95,10 @@ class FarTier:
 
         Args:
             home: The layer's cache, in host memory.
-            slots: [slots / layers, page_size, 2 * head_size]; None: they are made.
+            slots: [slots / layers, slot_tokens, 2 * head_size]; None: they are made.
         """
         if slots is None:
-            shape = self.slots // self.layers, *home.unit
+            shape = self.slots // self.layers, self._slot_tokens, home.unit[1]
             slots = torch.empty(shape, dtype=home.dtype, device=self.step.device)
         self.far.append(FarLayer(self, len(self.far), home, slots))
         return self.far[-1]
@@ -108,17 +128,22 @@ class FarTier:
         torch_utils.async_tensor_h2d(opened[: len(self._opened)], out=self._opened)
         return 0
 
-    def recalls(self, layer: int) -> tuple[Recalls, Recalls]:
-        """The units that a layer misses, and those that it recalls ahead."""
-        missed, ahead = self._counts[layer].split(1)
-        sources, targets, early_sources, early_targets = self._units
-        return Recalls(sources, targets, missed), Recalls(early_sources, early_targets, ahead)
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that are read over the bus for a slot."""
+        home = self.far[0].home
+        return home.unit_bytes * self._slot_tokens // home.unit[0]
 
-    def origins(self, home: Home) -> Origins | None:
-        """The units that a layer misses, where attention can read them in its home."""
-        if home.in_place is None:
-            return None
-        return Origins(home.in_place, self._units[0].view_as(self.slot_lists))
+    def missing(self, layer: int, home: Home) -> Recalls | Origins:
+        """The units that a layer misses: where attention has to read them in its home, or what has
+        to be recalled before."""
+        if home.in_place is not None:
+            return Origins(home.in_place, self._missed[0].view_as(self.slot_lists))
+        return Recalls(*self._missed, self._counts[layer, :1])
+
+    def early(self, layer: int) -> Recalls:
+        """The units that a layer recalls ahead."""
+        return Recalls(*self._early, self._counts[layer, 1:])
 
 
 class FarLayer:
@@ -128,26 +153,32 @@ class FarLayer:
         tier: The tier that the layer belongs to.
         number: The layer's place among the tier's layers, in the order of the model.
         home: The layer's cache.
-        slots: [seats * kv_heads * capacity, page_size, 2 * head_size].
+        slots: [seats * kv_heads * capacity, slot_tokens, 2 * head_size].
     """
 
     def __init__(self, tier: FarTier, number: int, home: Home, slots: torch.Tensor) -> None:
         self._tier, self.home, self.slots = tier, home, slots
         self._place = tier.staging.add(home)
-        self._missed, self._early = tier.recalls(number)
-        self._origins = tier.origins(home)
+        self._missing, self._early = tier.missing(number, home), tier.early(number)
         self._residency = Residency.empty(
             kv_heads=tier.kv_heads, slots=tier.capacity, step=tier.step, traffic=tier.traffic
         )
 
-    def begin(self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows) -> None:
+    def begin(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        indexes: Sequence[IndexRecords],
+    ) -> None:
         """Take in what the cache needs of the rows of a step, before these attend.
 
         Args:
             key, value: [tokens, kv_heads, head_size]; of the step.
             rows: The rows.
+            indexes: The layer's.
         """
-        self.home.begin(key, value, rows, self._residency)
+        self.home.begin(key, value, rows, self._residency, indexes)
 
     def attend_to_selection(
         self,
@@ -177,20 +208,22 @@ class FarLayer:
             room: See ``DeviceOps.select_ahead``.
             partial, lse: Written; see ``SlotOps.sparse_decode``.
             scale: Softmax scale.
-            rules: Whose the queries are, and the model's rules; see ``SlotOps.sparse_decode``.
+            rules: Whose the queries are, the model's rules, and where scores go; see
+                ``SlotOps.sparse_decode``.
         """
         tier, ops = self._tier, self._tier.ops
         for method in methods:
             method.choose(ops, query, rows, requests, plan)
         lists, lengths = tier.slot_lists[: len(lse)], plan.lengths[: len(lse)]
-        of_layer = self._residency, self._origins or self._missed, self.slots
+        of_layer = self._residency, self._missing, self.slots
         ops.resolve(key, value, plan, rows, *of_layer, lists)
-        if self._origins is None:
-            self._recall(self._missed, MISSED_PROGRAMS)
+        if isinstance(self._missing, Recalls):
+            self._recall(self._missing, MISSED_PROGRAMS)
+        else:
+            rules |= {"origins": self._missing}
         ahead = [method for method in methods if method.looks_ahead]
         if ahead:  # others attend to all that they select
             tier.side.submit(lambda: self._look_ahead(ahead, rows, requests, room))
-        rules |= {"origins": self._origins}
         ops.sparse_decode(query, self.slots, lists, lengths, scale, output, lse, partial, **rules)
 
     def _look_ahead(

@@ -40,9 +40,14 @@ class Home(Protocol):
         ...
 
     def begin(
-        self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows, residency: Residency
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        residency: Residency,
+        indexes: Sequence[IndexRecords],
     ) -> None:
-        """Take them in, before attention; see ``EncodedOps.write_open``."""
+        """Take them in, before attention; see ``EncodedOps.write_open`` and ``index_open``."""
         ...
 
     def end(self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows) -> None:
@@ -147,15 +152,24 @@ class EncodedHome:
         *,
         drafted: bool,
     ) -> None:
-        """See :meth:`Home.write`; into the indexes, and nowhere else."""
+        """See :meth:`Home.write`; into indexes that grow, and nowhere else."""
         for index in indexes:
-            self._ops.update_index(key, slot_mapping, index)
+            if index.index is not None and index.index.grows:
+                self._ops.update_index(key, slot_mapping, index)
 
     def begin(
-        self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows, residency: Residency
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: DeviceRows,
+        residency: Residency,
+        indexes: Sequence[IndexRecords],
     ) -> None:
         """See :meth:`Home.begin`."""
         self._ops.write_open(key, value, rows, self.store, residency)
+        for index in indexes:
+            if index.index is not None and not index.index.grows:
+                self._ops.index_open(key, rows, self.store, index)
 
     def end(self, key: torch.Tensor, value: torch.Tensor, rows: DeviceRows) -> None:
         """See :meth:`Home.end`."""

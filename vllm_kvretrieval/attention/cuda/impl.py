@@ -182,7 +182,9 @@ class RetrievalAttentionImpl(AttentionImpl):
                 self._filter(query, step)
             return output
         if self.far is not None:
-            self.far.begin(key, value, step.rows)
+            self.far.begin(key, value, step.rows, self.indexes)
+        if step.loaded is not None:
+            self._index_loaded(key, value, kv_cache, step.rows, step.loaded)
         if step.lead:
             own = [tensor[: step.tokens] for tensor in (query, key, value, output)]
             self.half.forward(layer, *own[:3], kv_cache, step.rest, own[3], *scales)
@@ -201,6 +203,22 @@ class RetrievalAttentionImpl(AttentionImpl):
             assert self.side is not None
             self.side.wait()
         return output
+
+    def _index_loaded(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rows: DeviceRows,
+        pages: torch.Tensor,
+    ) -> None:
+        """Index pages that a connector has filled, which may have come after the step's tokens.
+
+        So entries of these tokens are built anew, of all keys before them.
+        """
+        for store in self.indexes:
+            self.ops.index_pages(pages, store)
+        self.ops.write_kv(key, value, rows.slot_mapping, kv_cache, self.indexes, drafted=True)
 
     def _filter(self, query: torch.Tensor, step: RetrievalMetadata) -> None:
         assert self.filter is not None
@@ -223,6 +241,9 @@ class RetrievalAttentionImpl(AttentionImpl):
         assert self.side is not None
         plan, partial, lse = self.workspace.of(len(rows))
         requests, room = self.requests, self.workspace.ahead(len(rows))
+        pairs = len(lse)
+        scores = plan.scores[:pairs] if self.weighers else None
+        rules = self._of_queries(rows) | {"scores": scores}
         if self.far is not None:
             self.far.attend_to_selection(
                 query,
@@ -237,27 +258,16 @@ class RetrievalAttentionImpl(AttentionImpl):
                 lse,
                 self.scale,
                 output,
-                **self._of_queries(rows),
+                **rules,
             )
-            return
-        for method in self.methods:
-            method.choose(self.ops, query, rows, requests, plan)
-        if any(method.looks_ahead for method in self.methods):
-            self.side.submit(lambda: self._look_ahead(rows, requests, room))
-        pairs = len(lse)
-        scores = plan.scores[:pairs] if self.weighers else None
-        self.ops.sparse_decode(
-            query,
-            self.units,
-            plan.lists[:pairs],
-            plan.lengths[:pairs],
-            self.scale,
-            output,
-            lse,
-            partial,
-            scores=scores,
-            **self._of_queries(rows),
-        )
+        else:
+            for method in self.methods:
+                method.choose(self.ops, query, rows, requests, plan)
+            if any(method.looks_ahead for method in self.methods):
+                self.side.submit(lambda: self._look_ahead(rows, requests, room))
+            lists, lengths = plan.lists[:pairs], plan.lengths[:pairs]
+            of_lists = lists, lengths, self.scale, output, lse, partial
+            self.ops.sparse_decode(query, self.units, *of_lists, **rules)
         for weigher in self.weighers:
             weigher.attended(self.ops, rows, scores, lse)
 

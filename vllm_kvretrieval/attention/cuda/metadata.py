@@ -49,6 +49,8 @@ class RetrievalMetadata(AttentionMetadata):
         sparse: Whether there may be any. Said, as ``lead``, of steps that are no replay of a graph.
         watches: Queries of the step that decide what is kept of their prompts; no such step is a
             replay.
+        loaded: int32 [n]; pages that a KV connector has filled, and that no index knows; None:
+            there are none. No such step is a replay either.
     """
 
     whole: Any
@@ -58,6 +60,7 @@ class RetrievalMetadata(AttentionMetadata):
     rows: DeviceRows | None = None
     sparse: bool = False
     watches: Sequence[Watch] = ()
+    loaded: torch.Tensor | None = None
 
 
 class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
@@ -171,7 +174,12 @@ class RetrievalMetadataBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             rows,
             attended is not Attended.WHOLE,
             self.requests.watches(common.query_start_loc_cpu.numpy(), rows.block_table),
+            self._loaded(),
         )
+
+    def _loaded(self) -> torch.Tensor | None:
+        pages = self.requests.loaded_pages
+        return torch_utils.async_tensor_h2d(pages, device=self.device) if len(pages) else None
 
     def _describe(self) -> None:
         """Tell the device whose the rows are, and which read prompts.

@@ -22,7 +22,6 @@ from vllm_kvretrieval.retrieval.needs import (
     FILTERS_ALONE,
     GPU,
     GPU_HOST,
-    HEADS_ALONE,
     SPECULATION,
     Need,
 )
@@ -69,7 +68,6 @@ def check_engine(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
     check_methods(config)
     if parallel.tensor_parallel_size > 1:
         by = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
-        HEADS_ALONE.check(config.methods.values(), by)
         if config.filter_heads != "own":
             FILTERS_ALONE.check(config.methods.values(), by)
     group = query_heads(vllm_config)
@@ -221,12 +219,13 @@ def check_home(config: RetrievalConfig, *, sleeps: bool, drafts: int = 0) -> Non
     if config.slow_home:
         GPU_HOST.check(config.methods.values(), f"kv_retrieval.home={config.home}")
     _check_codec(config, drafts)
-    pages = -(-(config.budget_limit + drafts) // config.page_size)
-    if config.slow_home and pages > MOST_SLOTS:
+    most = MOST_SLOTS * config.slot_tokens
+    if config.slow_home and config.budget_limit + drafts > most:
+        larger = "" if config.token_major else ", or use larger pages"
         raise RetrievalConfigError(
-            f"kv_retrieval.home={config.home} serves budgets of up to {MOST_SLOTS} pages, and "
-            f"{config.budget_limit + drafts} tokens have {pages} of page_size={config.page_size}; "
-            "lower budget (or max_budget), or use larger pages."
+            f"kv_retrieval.home={config.home} serves budgets of up to {most} tokens, {MOST_SLOTS} "
+            f"slots of {config.slot_tokens}, and a step may have {config.budget_limit + drafts}; "
+            f"lower budget (or max_budget){larger}."
         )
 
 
@@ -246,13 +245,6 @@ def _check_codec(config: RetrievalConfig, drafts: int) -> None:
             f"{told} encodes pages for good, and {drafts} drafts of a step may be taken back; "
             f"leave --speculative-config (or drafts) out{or_raw}."
         )
-    for method in config.methods.values():
-        if method.index is not None and not method.index.grows:
-            raise RetrievalConfigError(
-                f"{told} is served on a GPU with index=min_max, which takes keys in as they come, "
-                f"and {method.name} has index={method.index.name}, whose records are made of the "
-                f"pages; use index=min_max{or_raw}."
-            )
 
 
 def check_methods(config: RetrievalConfig) -> None:
@@ -309,31 +301,40 @@ def check_shape(dtype: torch.dtype, head_size: int, method: str) -> None:
 
 
 def check_connector(vllm_config: "VllmConfig", config: RetrievalConfig) -> None:
-    """Refuse KV connectors, but vLLM's benchmark where it fills the cache before the first step."""
+    """Refuse what KV connectors do not go with, and vLLM's offloading."""
     if not has_foreign_connector(vllm_config):
         return
-    transfer = vllm_config.kv_transfer_config
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
     if config.encoding is not None:
         raise RetrievalConfigError(
             f"kv_retrieval.codec={config.codec!r} does not go with another KV connector on a GPU "
             "yet: nobody would encode the blocks that it fills. Leave --kv-transfer-config (or "
             f"--kv-offloading-size) out{_or_raw(presets()[config.method])}."
         )
-    if transfer is None or vllm_config.cache_config.kv_offloading_size is not None:
+    if transfer is None or cache.kv_offloading_size is not None:
         raise RetrievalConfigError(
-            f"{config.method} does not support vLLM's offloading on a GPU yet: nobody would index "
-            "the blocks that it loads. Leave --kv-offloading-size out."
+            f"{config.method} does not support vLLM's offloading on a GPU yet: it has not been "
+            "tried beside retrieval. Leave --kv-offloading-size out."
         )
-    if transfer.kv_connector != BENCH:
+    if config.slow_home and transfer.kv_connector != BENCH:
         raise RetrievalConfigError(
-            f"{config.method} does not support the KV connector {transfer.kv_connector} on a GPU "
-            "yet: nobody would index the blocks that it loads. Leave --kv-transfer-config out."
+            f"kv_retrieval.home={config.home} cannot be combined with the KV connector "
+            f"{transfer.kv_connector}, which would write to host memory as to the device's; leave "
+            "--kv-transfer-config out, or use home=device."
         )
-    if not transfer.get_from_extra_config("startup_fill", False):
+    if config.slow_home and not fills_at_start(vllm_config):
         raise RetrievalConfigError(
-            f"{config.method} indexes what {BENCH} has filled once, at the start: add "
+            f"with kv_retrieval.home={config.home} {BENCH} has to fill the cache at the start: add "
             '"kv_connector_extra_config": {"startup_fill": true}.'
         )
+    refusals.check_layout_is_said(vllm_config, config)
+
+
+def fills_at_start(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM's benchmark fills the cache before the first step."""
+    transfer = vllm_config.kv_transfer_config
+    bench = transfer is not None and transfer.kv_connector == BENCH
+    return bench and bool(transfer.get_from_extra_config("startup_fill", False))
 
 
 def check_layer(selector: Any) -> None:

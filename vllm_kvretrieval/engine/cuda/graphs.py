@@ -88,9 +88,10 @@ class RetrievalGraphs(ModelCudaGraphManager, _Captures):
         self, num_reqs: int, num_tokens: int, *args: Any, **options: Any
     ) -> BatchExecutionDescriptor:
         """See ``CudaGraphManager.dispatch``. The last token of a prompt may be alone in a step like
-        one that is decoded; layers that watch prompts see no replay."""
+        one that is decoded. Layers that watch prompts, or index loaded pages, see no replay."""
         found = super().dispatch(num_reqs, num_tokens, *args, **options)
-        if found.cg_mode != CUDAGraphMode.FULL or not self.running.watches_prompts:
+        special = self.running.watches_prompts or len(self.running.loaded_pages)
+        if found.cg_mode != CUDAGraphMode.FULL or not special:
             return found
         return BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.NONE,

@@ -15,7 +15,7 @@ from vllm_kvretrieval.attention.cuda.homes import EncodedHome, Home, RawHome
 from vllm_kvretrieval.attention.cuda.side import SideWork
 from vllm_kvretrieval.attention.cuda.staging import Staging
 from vllm_kvretrieval.compat import limit_requests
-from vllm_kvretrieval.engine.cuda.tiers import HostTiers, listed_pages
+from vllm_kvretrieval.engine.cuda.tiers import HostTiers
 from vllm_kvretrieval.engine.memory import (
     Retrieving,
     cache_with_slow_home,
@@ -98,8 +98,8 @@ def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> Non
     """Log how memory was divided."""
     logger.info(
         "home=host: %s GiB of host memory for %d tokens. On the device, dense layers take %s GiB, "
-        "page index %s GiB, staging for prefill %s GiB, and %s GiB hold %d slots per KV head and "
-        "layer (%.2f budgets) of %d requests.",
+        "page index %s GiB, staging for prefill %s GiB, and %s GiB hold %d slots of %d tokens per "
+        "KV head and layer (%.2f budgets) of %d requests.",
         format_gib(tiers.home),
         (tiers.blocks - 1) * block_size,
         format_gib(tiers.dense),
@@ -107,7 +107,8 @@ def log_tiers(config: RetrievalConfig, tiers: HostTiers, block_size: int) -> Non
         format_gib(tiers.staging),
         format_gib(tiers.slots),
         tiers.capacity,
-        tiers.capacity * config.page_size / config.budget_limit,
+        config.slot_tokens,
+        tiers.capacity * config.slot_tokens / config.budget_limit,
         tiers.seats,
     )
     if tiers.open_pages:
@@ -186,7 +187,7 @@ def make_tier(
     caches: Sequence[torch.Tensor],
     encoded: Sequence[torch.Tensor],
     rows: int,
-    drafts: int,
+    width: int,
     *,
     one_layers_slots: bool,
 ) -> FarTier:
@@ -202,7 +203,7 @@ def make_tier(
         encoded: The memory of each, uint8, if pages are encoded; empty: none has been mapped, and
             some of the device stands in for it.
         rows: Most rows of a step, those of captured graphs included.
-        drafts: Most draft tokens of a row.
+        width: Most pages, or tokens, that a KV head attends to.
         one_layers_slots: Whether all layers share the slots of one, since nobody reads the answers.
     """
     _, kv_heads, page_size, row = caches[0].shape
@@ -221,7 +222,9 @@ def make_tier(
         rows=rows,
         kv_heads=kv_heads,
         capacity=tiers.capacity,
-        width=listed_pages(config, drafts),
+        width=width,
+        slot_tokens=config.slot_tokens,
+        looks_ahead=config.looks_ahead,
         device=device,
         opened=opened,
     )

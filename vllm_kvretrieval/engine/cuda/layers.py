@@ -147,10 +147,11 @@ class RetrievalLayers:
             if tiers is not None:
                 caches = [layers[name].kv_cache for name in names]
                 memory = [encoded[name] for name in names] if encoded else []
-                rows = self.requests.capacity
+                lengths = self.max_model_len, self.requests.drafts
+                width = list_width(self.config, self.requests.room, *lengths)
                 self.tier = make_tier(
-                    self.ops, side, self.config, tiers, builder, caches, memory, rows,
-                    self.requests.drafts, one_layers_slots=is_profiling,
+                    self.ops, side, self.config, tiers, builder, caches, memory,
+                    self.requests.capacity, width, one_layers_slots=is_profiling,
                 )  # fmt: skip
             builder.attach(self.ops, self.requests, self.config.page_size, self.tier)
             for number, name in enumerate(names):
@@ -282,6 +283,26 @@ def make_selection(
     return Selection.empty(seats=seats, group=group, most_selected=most, **shape)
 
 
+def usual_width(config: RetrievalConfig, room: Capacity, max_model_len: int) -> int:
+    """Pages, or tokens, of the longest list of a step, but for drafts, and for tokens that follow
+    a prompt of which some are kept."""
+    limited = all(Need.HEADS not in method.needs for method in config.methods.values())
+    everything = 0 if limited else -(-max_model_len // config.page_size)
+    return max(config.budget_limit // config.slot_tokens, room.listed, everything)
+
+
+def list_width(config: RetrievalConfig, room: Capacity, max_model_len: int, drafts: int) -> int:
+    """Pages, or tokens, that lists have room for.
+
+    They have it for drafts beyond the budget; where tokens are kept of prompts, and none is dropped
+    after them, for all tokens of the longest context.
+    """
+    if any(m.observes and Need.DROPS_ALWAYS not in m.needs for m in config.methods.values()):
+        return max_model_len
+    usual = usual_width(config, room, max_model_len)
+    return usual + -(-drafts // config.slot_tokens)
+
+
 def make_workspace(
     config: RetrievalConfig,
     room: Capacity,
@@ -293,18 +314,11 @@ def make_workspace(
     drafts: int,
     positions: bool = False,
 ) -> Workspace:
-    """The workspace for layers with these KV heads, query heads per KV head, and channels.
-
-    Lists have room for ``drafts`` tokens beyond the budget; where tokens are kept of prompts, and
-    none is dropped after them, for all tokens of the longest context.
-    """
+    """The workspace for layers with these KV heads, query heads per KV head, and channels."""
     kv_heads, group, head_size = shape
     finest = min([kind.entry_tokens for kind in config.index_kinds], default=config.page_size)
     pages = -(-max_model_len // config.page_size)
-    limited = all(Need.HEADS not in method.needs for method in config.methods.values())
-    finest, unit = (1, 1) if config.token_major else (finest, config.page_size)
-    width = max(config.budget_limit // unit, room.listed, 0 if limited else pages)
-    grows = any(m.observes and Need.DROPS_ALWAYS not in m.needs for m in config.methods.values())
+    finest = 1 if config.token_major else finest
     entries = pages * (config.page_size // finest)
     if config.keeps_tokens:  # nothing is scored before attention, which gives the scores of lists
         entries = room.most_chosen() if config.drops_tokens else 1
@@ -315,12 +329,12 @@ def make_workspace(
         queries=1 + drafts,
         head_size=head_size,
         entries=entries,
-        width=max_model_len if grows else width + -(-drafts // unit),
-        usual=width,
-        page_size=unit,
+        width=list_width(config, room, max_model_len, drafts),
+        usual=usual_width(config, room, max_model_len),
+        page_size=config.slot_tokens,
         units=num_compute_units(device.index or 0),
         positions=positions,
-        ahead=any(method.speculates for method in config.methods.values()),
+        ahead=config.looks_ahead,
         outliers=any(method.outliers for method in config.methods.values()),
         device=device,
     )
@@ -368,6 +382,10 @@ def fixed_bytes(
     sizes = rows, max_model_len, nowhere
     made = (make_workspace(config, heads.room, shape, *sizes, drafts=drafts) for shape in shapes)
     total += sum(workspace.nbytes for workspace in made)
+    if config.slow_home and shapes:
+        entries = rows * max(shapes)[0] * list_width(config, heads.room, max_model_len, drafts)
+        encoded, looks_ahead = config.encoding is not None, config.looks_ahead
+        total += FarTier.list_bytes(entries, encoded=encoded, looks_ahead=looks_ahead)
     if config.keeps_tokens and shapes:
         of_layers = [places.stop - places.start for places in heads.places.values()]
         _, group, head_size = max(shapes)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_kvretrieval.engine.cuda.heads import RetrievalHeads
+from vllm_kvretrieval.engine.loads import LoadedPages
 from vllm_kvretrieval.engine.running import Note, logger, read_options, write_options
 from vllm_kvretrieval.engine.usage import Counts, log_usage
 from vllm_kvretrieval.kernels.device import COLUMNS, Column, DeviceRequests
 from vllm_kvretrieval.methods import Step
-from vllm_kvretrieval.methods.kept_prompts import KeptPrompts, Watch, kept_prompts
+from vllm_kvretrieval.methods.kept_prompts import NEVER, KeptPrompts, Watch, kept_prompts
 from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.options.request import RequestOptions, RequestReader
 from vllm_kvretrieval.retrieval.seats import SEAT
@@ -112,6 +113,7 @@ class Attended(Enum):
 
 NOBODY = Batch(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int32, np.int32, bool, bool)))
 """The batch of steps without requests: vLLM's dummy runs, and captures of graphs."""
+NOTHING_LOADED = np.zeros(0, dtype=np.int32)
 
 
 @dataclass
@@ -150,6 +152,8 @@ class RunningRequests:
         spared: int64 [capacity], on the device; selected pages that KV heads did not need.
         counts: int64; ``steps``, ``sparse_steps``, ``pages``, ``attended`` of :class:`Counts`, all
             requests so far added up.
+        loaded: Pages that a KV connector fills; None: there is no connector.
+        loaded_pages: int32 [n]; those of them that requests have brought into the step.
         batch: The step that the runner is at; :data:`NOBODY` between steps.
         assumed: What rows are taken to attend to, whatever they do: so that all kernels are
             compiled, and while graphs are captured.
@@ -196,6 +200,8 @@ class RunningRequests:
         self.corrected, self.spared = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         self.counts = np.zeros(4, dtype=np.int64)
         self.batch = NOBODY
+        self.loaded: LoadedPages | None = None
+        self.loaded_pages = NOTHING_LOADED
         self.assumed: Attended | None = None
         self._records = np.zeros(capacity, dtype=SEAT)
         self._came = np.zeros(capacity, dtype=bool)  # since the last step
@@ -264,11 +270,11 @@ class RunningRequests:
         if self.kept is None:
             return
         assert self._most is not None
+        assert self._selected is not None
         record = self._records[seat]
-        method = int(record["method"])
+        method, end = int(record["method"]), note.tokens
         self._unread.discard(seat)
         self.kept.admit(seat, method, note.tokens, options.budget, options.exact)
-        self._ends.stage_write_elem(seat, note.tokens)
         if self.kept.keeps[seat]:
             self._unread.add(seat)
             if self.kept.methods[method].budget_shares.entropy is None:
@@ -277,8 +283,12 @@ class RunningRequests:
             if self.kept.methods[method].drops:  # from its first step on
                 for name in ("total", "sink", "window", "select"):
                     record[name] = 0
-        elif method in self.kept.methods:  # all of a prompt that fits, and all after it
-            record["exact"] = True
+        elif method in self.kept.methods and not options.exact:  # a prompt that fits
+            if self._far:  # all of the context is listed, and held in slots
+                end, self._selected[seat], record["total"] = 0, 0, NEVER
+            else:
+                record["exact"] = True
+        self._ends.stage_write_elem(seat, end)
 
     def apply(self) -> None:
         """Write the staged options to the device, before the step that needs them."""
@@ -355,6 +365,19 @@ class RunningRequests:
                 self.kept.forget(seat)
         self.batch = NOBODY
         self._came[:] = False
+        self.loaded_pages = NOTHING_LOADED
+
+    def note_loads(self, filled: Sequence[int]) -> None:
+        """Note the blocks that a KV connector fills in a step, or later; before its requests are
+        added. With a connector a block is a page."""
+        if self.loaded is not None:
+            self.loaded.begin_step(filled)
+
+    def bring(self, blocks: Iterable[int]) -> None:
+        """Find out which blocks of requests that are added no index knows."""
+        if self.loaded is not None:
+            brought = np.unique(np.fromiter(blocks, dtype=np.int32))
+            self.loaded_pages = brought[self.loaded.among(brought)]
 
     @property
     def watches_prompts(self) -> bool:

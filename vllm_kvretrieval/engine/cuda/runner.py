@@ -5,11 +5,13 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
+from vllm_kvretrieval.attention.cuda.refusals import fills_at_start
 from vllm_kvretrieval.attention.cuda.side import SideStream, SideWork
 from vllm_kvretrieval.attention.cuda.workspace import Workspace
 from vllm_kvretrieval.attention.refusals import WITHOUT, has_foreign_connector
@@ -25,6 +27,7 @@ from vllm_kvretrieval.engine.cuda.layers import (
 )
 from vllm_kvretrieval.engine.cuda.requests import Attended, Batch, RunningRequests
 from vllm_kvretrieval.engine.cuda.tiers import HostTiers
+from vllm_kvretrieval.engine.loads import FIELD, LoadedPages
 from vllm_kvretrieval.engine.memory import least_of_workers
 from vllm_kvretrieval.engine.running import notes
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -121,7 +124,10 @@ class RetrievalModelRunner(GPUModelRunner):
             limit_seats(self, seats)
         self._attach_retrieval(tiers, encoded, is_profiling)
         if has_foreign_connector(self.vllm_config) and not is_profiling:
-            self._index_filled(kv_cache_config)
+            if fills_at_start(self.vllm_config):
+                self._index_filled(kv_cache_config)
+            else:
+                self.running.loaded = LoadedPages(kv_cache_config.num_blocks)
 
     def profile_cudagraph_memory(self) -> int:
         """See ``GPUModelRunner.profile_cudagraph_memory``."""
@@ -142,11 +148,14 @@ class RetrievalModelRunner(GPUModelRunner):
         try:
             for rows in Workspace.rows_that_differ(most):
                 self._dummy_run(rows, skip_eplb=True)
+            if self.running.loaded is not None:
+                self.running.loaded_pages = np.zeros(1, dtype=np.int32)  # nobody's
             # With more tokens than rows and their drafts, some rows read prompts.
             several = most * self.decode_query_len + 1
             self._dummy_run(min(several, self.max_num_tokens), skip_eplb=True)
         finally:
             self.running.assumed = None
+            self.running.end_step()
 
     def add_requests(self, scheduler_output: Any) -> None:
         """See ``GPUModelRunner.add_requests``."""
@@ -159,6 +168,8 @@ class RetrievalModelRunner(GPUModelRunner):
                 f"{self.scheduler_config.max_num_seqs} that there is room for"
             )
         super().add_requests(scheduler_output)
+        groups = (group for new in scheduler_output.scheduled_new_reqs for group in new.block_ids)
+        self.running.bring(itertools.chain.from_iterable(groups))
         for req_id, note in notes(scheduler_output, {}).items():
             self.running.admit(req_id, self.req_states.req_id_to_index[req_id], note)
         self.running.apply()
@@ -185,10 +196,12 @@ class RetrievalModelRunner(GPUModelRunner):
         self.running.begin_step(Batch.of(batch))
         return batch
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """See ``GPUModelRunner.execute_model``; dummy runs among others, which have no requests."""
+        if self.retrieval_layers is not None:
+            self.running.note_loads(getattr(scheduler_output, FIELD, ()))
         try:
-            return super().execute_model(*args, **kwargs)
+            return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             if self.retrieval_layers is not None:
                 self.running.end_step()

@@ -13,19 +13,14 @@ from vllm_kvretrieval.options.engine import RetrievalConfig
 from vllm_kvretrieval.storage.tier_sizes import HOME_SHARE, Cache, most_of, most_seats
 
 BOOKS_PER_SLOT = 8
-"""Bytes beside a slot: its page, and the step that last used it."""
+"""Bytes beside a slot: what is in it, and the step that last used it."""
 BUDGETS = 2
-"""Budgets of slots per request, if there is room: one for the step, one for pages kept longer."""
+"""Budgets of slots per request, if there is room: one for the step, one for what is kept longer."""
 HOST_SHARE = Fraction(1, 2)
 """Share of host memory that a home takes by default; for a single request it may take all."""
 MOST_HOME = 4
 """Most of a home by default, as a multiple of the device's room: a larger home has more memory to
 lock at every start, and leaves each context less of the device."""
-
-
-def listed_pages(config: RetrievalConfig, drafts: int) -> int:
-    """Pages that a KV head attends to at most, those of drafts beyond the budget included."""
-    return config.budget_limit // config.page_size + -(-drafts // config.page_size)
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,8 @@ class HostTiers:
         seats: Most requests that run at once; ``Cache.max_num_seqs``, or fewer.
         blocks: vLLM's blocks in home, the units of its scheduler.
         staged: Pages of a buffer for the contexts of prompts.
-        capacity: Slots of a KV head of a request in each retrieval layer, for a page each.
+        capacity: Slots of a KV head of a request in each retrieval layer, for
+            ``RetrievalConfig.slot_tokens`` tokens each.
         home: Host memory that is locked: the retrieval layers.
         dense: Dense layers on the device.
         index: Page index, on the device.
@@ -148,8 +144,9 @@ class _Plan:
 
     @property
     def _budget(self) -> int:
-        """Pages that a KV head attends to at most."""
-        return listed_pages(self.config, self.drafts)
+        """Slots of what a KV head attends to within a budget, drafts beyond it included."""
+        tokens = self.config.slot_tokens
+        return self.config.budget_limit // tokens + -(-self.drafts // tokens)
 
     @property
     def _page_bytes(self) -> int:
@@ -180,7 +177,8 @@ class _Plan:
     def _slot_bytes(self, seats: int) -> int:
         """Bytes of one slot of every KV head of ``seats`` requests."""
         lists = seats * self.cache.kv_heads * self.cache.retrieval_layers
-        return lists * (self._page_bytes + BOOKS_PER_SLOT)
+        unit = self.config.slot_tokens * self.cache.token_bytes
+        return lists * (unit + BOOKS_PER_SLOT)
 
     def _beside(self, blocks: int) -> int:
         """Bytes of the device in proportion to the home."""

@@ -124,7 +124,7 @@ class RetrievalGPUWorker(Worker):
         """Report what is counted to the front end after every step."""
         requests, unit_bytes = kept.requests, 0
         if kept.tier is not None:
-            unit_bytes = kept.tier.far[0].home.unit_bytes
+            unit_bytes = kept.tier.unit_bytes
         report = TrafficReport(
             None if kept.tier is None else kept.tier.traffic,
             requests.corrected,

@@ -6,7 +6,7 @@ See :class:`vllm_kvretrieval.kernels.device.DeviceOps`,
 """
 
 from vllm_kvretrieval.kernels.triton.decode import count_splits, sparse_decode
-from vllm_kvretrieval.kernels.triton.dropping import drop_tokens
+from vllm_kvretrieval.kernels.triton.dropping import drop_tokens, receive_tokens
 from vllm_kvretrieval.kernels.triton.encoded import (
     keep_open,
     recall_encoded,
@@ -15,6 +15,7 @@ from vllm_kvretrieval.kernels.triton.encoded import (
 )
 from vllm_kvretrieval.kernels.triton.index import KINDS, index_pages
 from vllm_kvretrieval.kernels.triton.kept import list_kept
+from vllm_kvretrieval.kernels.triton.open_index import index_open
 from vllm_kvretrieval.kernels.triton.recall import recall_units
 from vllm_kvretrieval.kernels.triton.resolve import resolve, resolve_ahead
 from vllm_kvretrieval.kernels.triton.rows import prepare_rows
@@ -28,6 +29,7 @@ __all__ = [
     "count_splits",
     "drop_tokens",
     "filter_tokens",
+    "index_open",
     "index_pages",
     "keep_open",
     "list_kept",
@@ -36,6 +38,7 @@ __all__ = [
     "prepare_rows",
     "recall_encoded",
     "recall_units",
+    "receive_tokens",
     "resolve",
     "resolve_ahead",
     "select_ahead",

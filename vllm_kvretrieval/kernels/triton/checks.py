@@ -123,7 +123,5 @@ def check_token_plan(plan: DevicePlan, pairs: int, number: int) -> None:
         check_list(f"plan.{name}", tensor, tuple(tensor.shape), kind)
         if len(tensor) < pairs:
             raise ValueError(f"plan.{name} has room for {len(tensor)} of {pairs} lists")
-    if plan.positions:
-        raise ValueError("lists of tokens are of their numbers in the cache, not of positions")
     if number >= MOST_METHODS:
         raise ValueError(f"methods of tokens have numbers below {MOST_METHODS}, got {number}")

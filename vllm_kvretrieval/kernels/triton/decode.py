@@ -166,7 +166,8 @@ def _sparse_decode_kernel(
             at = tl.multiple_of(tl.where(missing, away, to), 16)
         k = tl.load(at[None, :] + dims[:, None], mask=valid[None, :] & in_head[:, None], other=0.0)
         if FAR:
-            tl.store(to[None, :] + dims[:, None], k, mask=missing[None, :] & in_head[:, None])
+            keeps = missing & (slot >= 0)
+            tl.store(to[None, :] + dims[:, None], k, mask=keeps[None, :] & in_head[:, None])
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
             scores = cap - 2 * cap / (1 + tl.exp2(scores))
@@ -193,7 +194,7 @@ def _sparse_decode_kernel(
         )
         if FAR:
             of_value = to[:, None] + HEAD_SIZE + dims[None, :]
-            tl.store(of_value, v, mask=missing[:, None] & in_head[None, :])
+            tl.store(of_value, v, mask=keeps[:, None] & in_head[None, :])
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, out_dtype=tl.float32)
         best = new_best
 
@@ -310,7 +311,8 @@ def sparse_decode(
             raise ValueError(f"scores are of rows of one query, and these have {queries}")
     if origins is not None:
         check_units("origins.home", origins.home, query.dtype)
-        if origins.home.shape[2:] != slots.shape[1:]:
+        of_home, width = origins.home.shape[2:]
+        if of_home % page or width != row:
             raise ValueError(
                 f"units of {list(origins.home.shape[2:])} do not fit {list(slots.shape[1:])}"
             )

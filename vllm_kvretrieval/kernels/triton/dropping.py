@@ -12,6 +12,8 @@ from vllm_kvretrieval.retrieval.keeping import RATINGS, STAMPED, Keeping
 
 TILE = 1024
 """Tokens that a program rates, or moves, at a time."""
+RECEIVING = 4
+"""Programs that add up what the tokens of a row have received."""
 WARPS = 8
 
 _SUM, _LATEST, _STAMP, _POSITION = (tl.constexpr(number) for number in range(len(RATINGS)))
@@ -60,6 +62,36 @@ def _received(
 
 
 @triton.jit
+def _receive_kernel(
+    scores,
+    lse,
+    received,
+    seats,
+    counts,
+    choosers,
+    scored,
+    counts_stride,
+    kv_heads,
+    NUMBER: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(choosers + row) != NUMBER:
+        return
+    seat = tl.load(seats + row).to(tl.int64)
+    total = tl.load(counts + seat * counts_stride) + 1
+    received += row.to(tl.int64) * scored
+    for tile in tl.range(tl.program_id(1), tl.cdiv(total, TILE), tl.num_programs(1)):
+        place = tile * TILE + tl.arange(0, TILE)
+        of_heads = _received(
+            scores, lse, row, 0, place, total, scored, kv_heads, True, False, GROUP, MEMBERS, TILE
+        )
+        tl.store(received + place, of_heads, mask=place < total)
+
+
+@triton.jit
 def _open_rating(chosen, ratings, place, there, sink, recent_from):
     """Positions and ratings of kept tokens; of those that do not leave the rating is infinity."""
     position = tl.load(chosen + place, mask=there, other=0)
@@ -72,6 +104,7 @@ def _open_rating(chosen, ratings, place, there, sink, recent_from):
 def _drop_kernel(
     scores,
     lse,
+    given,
     chosen,
     ratings,
     counts,
@@ -92,6 +125,7 @@ def _drop_kernel(
     RATING: tl.constexpr,
     STAMPED: tl.constexpr,
     PER_LAYER: tl.constexpr,
+    GIVEN: tl.constexpr,  # whether what tokens have received is given
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     TILE: tl.constexpr,
@@ -116,10 +150,14 @@ def _drop_kernel(
         if RATING == _POSITION:
             rated = tl.where(kept, rated, last.to(tl.float32))
         else:
-            received = _received(
-                scores, lse, row, head, place, total, scored, kv_heads,
-                PER_LAYER, RATING == _STAMP and not PER_LAYER, GROUP, MEMBERS, TILE,
-            )  # fmt: skip
+            if GIVEN:
+                of_row = given + row.to(tl.int64) * scored
+                received = tl.load(of_row + place, mask=place < total, other=0.0)
+            else:
+                received = _received(
+                    scores, lse, row, head, place, total, scored, kv_heads,
+                    PER_LAYER, RATING == _STAMP and not PER_LAYER, GROUP, MEMBERS, TILE,
+                )  # fmt: skip
             if RATING == _SUM:
                 rated += received
             elif RATING == _LATEST:
@@ -178,6 +216,45 @@ def _drop_kernel(
     tl.store(counts, left)
 
 
+def receive_tokens(
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+    rows: DeviceRows,
+    number: int,
+    kept: KeptTokens,
+    received: torch.Tensor,
+    *,
+    tile_tokens: int = TILE,
+) -> None:
+    """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.receive_tokens`.
+
+    ``RECEIVING`` programs per row.
+
+    Raises:
+        ValueError: A tensor's dtype, shape or strides are not those of the signature.
+    """
+    group, _, kv_heads = _check(scores, lse, rows, kept)
+    check_list("received", received, (len(rows), scores.shape[2]), torch.float32)
+    if len(rows) == 0:
+        return
+    _receive_kernel[(len(rows), RECEIVING)](
+        scores,
+        lse,
+        received,
+        rows.seats,
+        kept.counts,
+        rows.choosers,
+        scores.shape[2],
+        kept.counts.stride(0),
+        kv_heads,
+        NUMBER=number,
+        GROUP=group,
+        MEMBERS=triton.next_power_of_2(group),
+        TILE=tile_tokens,
+        num_warps=WARPS,
+    )
+
+
 def drop_tokens(
     scores: torch.Tensor,
     lse: torch.Tensor,
@@ -186,6 +263,7 @@ def drop_tokens(
     kept: KeptTokens,
     rule: Keeping,
     *,
+    received: torch.Tensor | None = None,
     tile_tokens: int = TILE,
 ) -> None:
     """See :meth:`vllm_kvretrieval.kernels.device.DeviceOps.drop_tokens`.
@@ -196,21 +274,17 @@ def drop_tokens(
     Raises:
         ValueError: A tensor's dtype, shape or strides are not those of the signature.
     """
-    check_rows(rows)
-    seats, kv_heads, most = kept.chosen.shape
-    pairs = len(rows) * kv_heads
-    group = lse.shape[1]
-    check_list("scores", scores, (pairs, group, scores.shape[2]), torch.float32)
-    check_list("lse", lse, (pairs, group), torch.float32)
-    check_list("kept.chosen", kept.chosen, (seats, kv_heads, most), torch.int32)
-    check_list("kept.ratings", kept.ratings, (seats, kv_heads, most), torch.float32)
-    check_counts(kept.counts, (seats, kv_heads), "kept.counts")
-    check_counts(kept.budgets, (seats, kv_heads), "kept.budgets")
-    if pairs == 0:
+    group, most, kv_heads = _check(scores, lse, rows, kept)
+    if received is not None:
+        check_list("received", received, (len(rows), scores.shape[2]), torch.float32)
+        if not rule.per_layer:
+            raise ValueError("what tokens have received is given of whole layers")
+    if len(rows) == 0:
         return
-    _drop_kernel[(pairs,)](
+    _drop_kernel[(len(rows) * kv_heads,)](
         scores,
         lse,
+        lse if received is None else received,
         kept.chosen,
         kept.ratings,
         kept.counts,
@@ -231,8 +305,26 @@ def drop_tokens(
         RATING=RATINGS.index(rule.rating),
         STAMPED=STAMPED,
         PER_LAYER=rule.per_layer,
+        GIVEN=received is not None,
         GROUP=group,
         MEMBERS=triton.next_power_of_2(group),
         TILE=tile_tokens,
         num_warps=WARPS,
     )
+
+
+def _check(
+    scores: torch.Tensor, lse: torch.Tensor, rows: DeviceRows, kept: KeptTokens
+) -> tuple[int, int, int]:
+    """Refuse tensors that are not those of the signatures; returns query heads of a KV head, tokens
+    that a KV head has room for, and KV heads."""
+    check_rows(rows)
+    seats, kv_heads, most = kept.chosen.shape
+    pairs, group = len(rows) * kv_heads, lse.shape[1]
+    check_list("scores", scores, (pairs, group, scores.shape[2]), torch.float32)
+    check_list("lse", lse, (pairs, group), torch.float32)
+    check_list("kept.chosen", kept.chosen, (seats, kv_heads, most), torch.int32)
+    check_list("kept.ratings", kept.ratings, (seats, kv_heads, most), torch.float32)
+    check_counts(kept.counts, (seats, kv_heads), "kept.counts")
+    check_counts(kept.budgets, (seats, kv_heads), "kept.budgets")
+    return group, most, kv_heads

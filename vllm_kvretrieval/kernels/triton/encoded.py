@@ -556,7 +556,7 @@ def write_open(
         ValueError: A tensor's dtype or shape is not that of the signature, or there is no kernel
             for the codec.
     """
-    seats, ring, kv_heads, page, head_size = _check_written(key, value, rows, store)
+    seats, ring, kv_heads, page, head_size = check_written(key, value, rows, store)
     capacity = residency.held.shape[2]
     check_list("held", residency.held, (seats, kv_heads, capacity), torch.int32)
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
@@ -603,7 +603,7 @@ def keep_open(
     Raises:
         ValueError: See :func:`write_open`.
     """
-    _, ring, kv_heads, page, head_size = _check_written(key, value, rows, store)
+    _, ring, kv_heads, page, head_size = check_written(key, value, rows, store)
     if len(rows) == 0:
         return
     dims = triton.next_power_of_2(head_size)
@@ -735,7 +735,7 @@ def _check_store(store: EncodedUnits) -> tuple[int, int, int, int, int]:
     return seats, ring, kv_heads, page, row // 2
 
 
-def _check_written(
+def check_written(
     key: torch.Tensor, value: torch.Tensor, rows: DeviceRows, store: EncodedUnits
 ) -> tuple[int, int, int, int, int]:
     """The same, and tokens that are not of the cache's heads."""

@@ -46,44 +46,20 @@ LANDMARK = tl.constexpr(KINDS[Landmark])
 _KEPT = tl.constexpr(KEPT)
 
 
-@triton.jit(do_not_specialize=["spread"])
-def _build_kernel(
-    entries,
-    cache,
-    records,
+@triton.jit
+def _record(
+    k,
+    to,
+    mask,
     spread,
-    kv_heads,
     KIND: tl.constexpr,
-    RECORD: tl.constexpr,  # elements
-    FROM_SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    entry = entry_to_build(entries, FROM_SLOTS, ENTRY)
-    if entry < 0:
-        return
-    keys = keys_of_entry(cache, entry, head, kv_heads, HEAD_SIZE, PAGE, ENTRY)[:, None]
-    to = records + (entry * kv_heads + head) * RECORD
-    if KIND == LOW_RANK:
-        HALF: tl.constexpr = HEAD_SIZE // 2
-        dims = tl.arange(0, DIMS // 2)
-        mask = (dims < HALF)[None, :]
-        low = tl.load(keys + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(keys + HALF + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        build_low_rank(low, high, to, RANK, HEAD_SIZE, ENTRY, DIMS // 2)
-        return
+    """Write the record of an entry with the keys ``k``, float32 [ENTRY, DIMS]."""
     dims = tl.arange(0, DIMS)
-    mask = dims < HEAD_SIZE
-    k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
-    kind = records.dtype.element_ty
-    if KIND == MIN_MAX:
-        tl.store(to + dims, tl.min(k, 0).to(kind), mask=mask)
-        tl.store(to + HEAD_SIZE + dims, tl.max(k, 0).to(kind), mask=mask)
-        return
+    kind = to.dtype.element_ty
     mean = tl.sum(k, 0) / ENTRY
     rest = k - mean[None, :]
     if KIND == REPRESENTATIVE:
@@ -109,6 +85,68 @@ def _build_kernel(
         unknown = tl.max((cosines != cosines).to(tl.int32), 0)  # one suffices
         least = tl.where(unknown != 0, float("nan"), least)
         tl.store((to + HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True), least)
+
+
+@triton.jit
+def build_record(
+    keys,
+    to,
+    spread,
+    KIND: tl.constexpr,
+    RANK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Build the record of an entry.
+
+    Args:
+        keys: Pointers [ENTRY, 1] to the keys of its tokens.
+        to: Where the record goes.
+        spread, KIND, RANK: Of the index; see :func:`spread_of` and :func:`constants_of`.
+    """
+    if KIND == LOW_RANK:
+        HALF: tl.constexpr = HEAD_SIZE // 2
+        dims = tl.arange(0, DIMS // 2)
+        mask = (dims < HALF)[None, :]
+        low = tl.load(keys + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(keys + HALF + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        build_low_rank(low, high, to, RANK, HEAD_SIZE, ENTRY, DIMS // 2)
+    else:
+        dims = tl.arange(0, DIMS)
+        mask = dims < HEAD_SIZE
+        k = tl.load(keys + dims[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
+        if KIND == MIN_MAX:
+            kind = to.dtype.element_ty
+            tl.store(to + dims, tl.min(k, 0).to(kind), mask=mask)
+            tl.store(to + HEAD_SIZE + dims, tl.max(k, 0).to(kind), mask=mask)
+        else:
+            _record(k, to, mask, spread, KIND, HEAD_SIZE, ENTRY, DIMS)
+
+
+@triton.jit(do_not_specialize=["spread"])
+def _build_kernel(
+    entries,
+    cache,
+    records,
+    spread,
+    kv_heads,
+    KIND: tl.constexpr,
+    RECORD: tl.constexpr,  # elements
+    FROM_SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    entry = entry_to_build(entries, FROM_SLOTS, ENTRY)
+    if entry < 0:
+        return
+    keys = keys_of_entry(cache, entry, head, kv_heads, HEAD_SIZE, PAGE, ENTRY)[:, None]
+    to = records + (entry * kv_heads + head) * RECORD
+    build_record(keys, to, spread, KIND, RANK, HEAD_SIZE, ENTRY, DIMS)
 
 
 def grows(store: IndexRecords) -> bool:
@@ -150,7 +188,7 @@ def check_store(
         check_units("the index's cache", held, store.dtype)
         pages, kv_heads, page, width = held.shape
         size = width // 2
-    elif cache is not None or not store.index.grows:
+    elif cache is not None or store.index.reads_keys:
         raise ValueError("the index is not over the cache that is written")
     sizes = size, store.entry_tokens, store.dtype, RECORD_ALIGNMENT
     shape = pages * store.parts, kv_heads, store.index.record_bytes(*sizes)
@@ -193,18 +231,31 @@ def _build(entries: torch.Tensor, from_slots: bool, store: IndexRecords) -> None
         entries,
         cache,
         records,
-        index.spread if isinstance(index, MeanStd) else 0.0,
+        spread_of(store),
         store.kv_heads,
-        KIND=KINDS[type(index)],
-        RECORD=store.records.shape[2] // records.element_size(),
         FROM_SLOTS=from_slots,
-        RANK=index.directions(store.head_size, store.entry_tokens)
-        if isinstance(index, LowRank)
-        else 0,
-        HEAD_SIZE=store.head_size,
-        PAGE=store.page_size,
-        ENTRY=store.entry_tokens,
-        DIMS=triton.next_power_of_2(store.head_size),
+        **constants_of(store),
         num_warps=4,
         enable_fp_fusion=True,
     )
+
+
+def constants_of(store: IndexRecords) -> dict[str, int]:
+    """Constants of kernels that build records of a store."""
+    index, size = store.index, store.head_size
+    assert index is not None
+    low_rank = isinstance(index, LowRank)
+    return {
+        "KIND": KINDS[type(index)],
+        "RECORD": store.records.shape[2] // elements(store).element_size(),
+        "RANK": index.directions(size, store.entry_tokens) if low_rank else 0,
+        "HEAD_SIZE": size,
+        "PAGE": store.page_size,
+        "ENTRY": store.entry_tokens,
+        "DIMS": triton.next_power_of_2(size),
+    }
+
+
+def spread_of(store: IndexRecords) -> float:
+    """The weight of deviations in records of means and deviations."""
+    return store.index.spread if isinstance(store.index, MeanStd) else 0.0

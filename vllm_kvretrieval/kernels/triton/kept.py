@@ -14,7 +14,7 @@ from vllm_kvretrieval.kernels.triton.checks import (
     check_rows,
     check_token_plan,
 )
-from vllm_kvretrieval.kernels.triton.rows import read_budget
+from vllm_kvretrieval.kernels.triton.rows import listed_token, read_budget
 from vllm_kvretrieval.kernels.types import Selection
 
 TILE = 512
@@ -44,6 +44,7 @@ def _list_kept_kernel(
     OTHERS: tl.constexpr,  # bits of those that list the first and the last pages
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
     pair = tl.program_id(0)
     program = tl.program_id(1)
@@ -58,12 +59,13 @@ def _list_kept_kernel(
     sink, window, _ = read_budget(table, seat, other)
     of_seat = tl.maximum(seat, 0).to(tl.int64)
     count = tl.load(counts + of_seat * counts_stride + head, mask=kept, other=0)
-    first = tl.where(kept, count, sink * PAGE)
-    drops = kept & (((DROPS >> bit) & 1) != 0)
     known = tl.load(certain + row)
+    first = tl.where(kept, count, tl.minimum(sink * PAGE, known))
+    drops = kept & (((DROPS >> bit) & 1) != 0)
     end = tl.load(ends + of_seat, mask=kept, other=0)
     begin = tl.where(drops, known - 1, end)  # of the tokens that are all listed
-    begin = tl.where(kept, begin, (tl.cdiv(known, PAGE) - window) * PAGE)
+    last_pages = (tl.cdiv(known, PAGE) - window) * PAGE
+    begin = tl.where(kept, begin, tl.maximum(last_pages, first))
     total = first + length - begin
     listed = kept | other
     if program == 0:
@@ -79,8 +81,8 @@ def _list_kept_kernel(
         token = tl.load(chosen + place, mask=place < count, other=0)
         token = tl.where(place < count, token, place)
         token = tl.where(place < first, token, begin + place - first)
-        page = tl.load(of_row + token // PAGE, mask=there, other=0)
-        tl.store(lists + place, (page * kv_heads + head) * PAGE + token % PAGE, mask=there)
+        number = listed_token(of_row, token, there, head, kv_heads, PAGE, POSITIONS)
+        tl.store(lists + place, number, mask=there)
 
 
 def list_kept(
@@ -136,5 +138,6 @@ def list_kept(
         OTHERS=sum(1 << number for number in others),
         PAGE=page_size,
         TILE=tile_tokens,
+        POSITIONS=plan.positions,
         num_warps=4,
     )

@@ -25,6 +25,13 @@ _HELD = tl.constexpr(int(Traffic.HELD))
 
 
 @triton.jit
+def _unit_of(table, position, there, head, kv_heads, RUN: tl.constexpr):
+    """The units of the home at some positions of a context, counted in units of a KV head."""
+    page = tl.load(table + position // RUN, mask=there, other=0)
+    return (page * kv_heads + head) * RUN + position % RUN
+
+
+@triton.jit
 def _resolve_kernel(
     wanted,
     lengths,
@@ -57,11 +64,13 @@ def _resolve_kernel(
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
     PAGE: tl.constexpr,
+    RUN: tl.constexpr,  # units of a page of contexts
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     AHEAD: tl.constexpr,
     IN_PLACE: tl.constexpr,  # whether sources are by places in lists, and targets are the same room
+    GROWS: tl.constexpr,  # whether lists may be longer than there are slots
 ):
     pair = tl.program_id(0)
     row = pair // kv_heads
@@ -82,6 +91,10 @@ def _resolve_kernel(
     else:
         listed = tl.cdiv(tl.load(lengths + pair), PAGE)
         wanted += pair.to(tl.int64) * wanted_stride
+    total = listed
+    if GROWS:
+        listed = tl.minimum(total, capacity)
+    table_of_row = block_table + row.to(tl.int64) * table_stride
     slot_lists += pair.to(tl.int64) * lists_stride
     if IN_PLACE:
         sources += pair.to(tl.int64) * lists_stride
@@ -153,8 +166,7 @@ def _resolve_kernel(
         tl.debug_barrier()
         goal = tl.load(to + rank, mask=miss, other=0)
         position = tl.load(wanted + entry, mask=miss, other=0)
-        source = tl.load(block_table + row.to(tl.int64) * table_stride + position, mask=miss)
-        source = source * kv_heads + head
+        source = _unit_of(table_of_row, position, miss, head, kv_heads, RUN)
         if IN_PLACE:
             tl.debug_barrier()
             tl.store(sources + entry, tl.where(miss, source, -1), mask=in_list)
@@ -164,6 +176,14 @@ def _resolve_kernel(
         tl.store(held + goal, position, mask=miss)
         used = used | victim
     tl.store(stamp + slot, tl.zeros([SLOTS], tl.int32) + now, mask=used)
+    if GROWS:  # what is left is read at home, and stays there
+        for first_beyond in tl.range(listed, total, WIDTH):
+            beyond = first_beyond + tl.arange(0, WIDTH)
+            there_beyond = beyond < total
+            at_home = tl.load(wanted + beyond, mask=there_beyond, other=0)
+            unit = _unit_of(table_of_row, at_home, there_beyond, head, kv_heads, RUN)
+            tl.store(sources + beyond, unit, mask=there_beyond)
+            tl.store(slot_lists + beyond, tl.full([WIDTH], -1, tl.int32), mask=there_beyond)
     seen = traffic + seat * _COUNTERS
     held_now = tl.sum(((page >= 0) | used).to(tl.int32), 0)
     # Nobody reads what is counted, or the list of recalls, before the kernel has ended.
@@ -171,8 +191,8 @@ def _resolve_kernel(
     if AHEAD:
         tl.atomic_add(seen + _AHEAD, missing.to(tl.int64), sem="relaxed")
     else:
-        tl.atomic_add(seen + _LOOKED_UP, listed.to(tl.int64), sem="relaxed")
-        tl.atomic_add(seen + _MISSED, missing.to(tl.int64), sem="relaxed")
+        tl.atomic_add(seen + _LOOKED_UP, total.to(tl.int64), sem="relaxed")
+        tl.atomic_add(seen + _MISSED, (missing + total - listed).to(tl.int64), sem="relaxed")
 
 
 def resolve(
@@ -252,7 +272,13 @@ def _launch(
         check_list(name, tensor, (seats, kv_heads, capacity), torch.int32)
     check_list("step", residency.step, (1,), torch.int32)
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
+    run = 1
     if isinstance(missing, Origins):
+        run, beside = divmod(missing.home.shape[2], page_size)
+        if beside:
+            raise ValueError(
+                f"slots of {page_size} tokens are no parts of pages of {missing.home.shape[2]}"
+            )
         sources = targets = missing.units
         count, room = residency.step, len(sources) * width  # the count is not read
         check_list("origins.units", sources, (len(sources), slot_lists.stride(0)), torch.int32)
@@ -267,7 +293,8 @@ def _launch(
             raise ValueError(
                 f"{name} must be int32 lists of {width}, got {tensor.dtype} {list(tensor.shape)}"
             )
-    if not width <= capacity <= MOST_SLOTS:
+    in_place = isinstance(missing, Origins)
+    if (width > capacity and not in_place) or capacity > MOST_SLOTS:
         raise ValueError(
             f"lists of up to {width} pages need as many slots per KV head, and {MOST_SLOTS} at "
             f"most, got {capacity}"
@@ -279,7 +306,7 @@ def _launch(
         )
     if pairs == 0:
         return
-    of_program = triton.next_power_of_2(capacity)
+    of_program, found = triton.next_power_of_2(capacity), min(width, capacity)
     _resolve_kernel[(pairs,)](
         wanted,
         lengths,
@@ -312,11 +339,13 @@ def _launch(
         HEAD_SIZE=head_size,
         DIMS=triton.next_power_of_2(head_size),
         PAGE=page_size,
-        WIDTH=triton.next_power_of_2(width),
+        RUN=run,
+        WIDTH=triton.next_power_of_2(found),
         SLOTS=of_program,
-        ROUNDS=width.bit_length(),
+        ROUNDS=found.bit_length(),
         AHEAD=table is not None,
-        IN_PLACE=isinstance(missing, Origins),
+        IN_PLACE=in_place,
+        GROWS=width > capacity,
         num_warps=min(max(of_program // 128, 2), 8),
         enable_fp_fusion=True,
     )

@@ -39,6 +39,18 @@ def selecting(row, seats, certain, choosers, table, NUMBER: tl.constexpr, PAGE: 
     return own & (select > 0) & (pages > sink + window + select)
 
 
+@triton.jit
+def listed_token(table, token, there, head, kv_heads, PAGE: tl.constexpr, POSITIONS: tl.constexpr):
+    """What stands in lists of tokens for some at positions of a context, in a KV head: these, or
+    their numbers in the cache, by the context's ``table`` of pages."""
+    if POSITIONS:
+        number = token
+    else:
+        page = tl.load(table + token // PAGE, mask=there, other=0)
+        number = (page * kv_heads + head) * PAGE + token % PAGE
+    return number
+
+
 @triton.jit(do_not_specialize=["least"])
 def _prepare_kernel(
     seats,

@@ -18,7 +18,7 @@ from vllm_kvretrieval.kernels.triton.index import check_store
 from vllm_kvretrieval.kernels.triton.one_bit import score_bits
 from vllm_kvretrieval.kernels.triton.pooling import pool_highest, pool_pages
 from vllm_kvretrieval.kernels.triton.ranking import order_of
-from vllm_kvretrieval.kernels.triton.rows import read_budget, selecting
+from vllm_kvretrieval.kernels.triton.rows import listed_token, read_budget, selecting
 from vllm_kvretrieval.kernels.triton.scores import LEAST_DIMS, LOG2_E, TILE
 from vllm_kvretrieval.kernels.triton.stats import MEMBERS, keep_scores, keep_stats
 from vllm_kvretrieval.kernels.types import Chooser, IndexRecords
@@ -145,12 +145,14 @@ def _keys(pooled, token, sink, end):
 
 
 @triton.jit
-def _list_tokens(lists, list_stride, of_row, place, token, listed, first, heads, kv_heads, PAGE):
+def _list_tokens(
+    lists, list_stride, of_row, place, token, listed, first, heads, kv_heads, PAGE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
     """Write tokens at some places of the lists of a row's KV heads, from the first one on."""
-    page = tl.load(of_row + token // PAGE, mask=listed, other=0)
     for head in tl.range(first, first + heads):
-        to = lists + (head - first) * list_stride
-        tl.store(to + place, (page * kv_heads + head) * PAGE + token % PAGE, mask=listed)
+        number = listed_token(of_row, token, listed, head, kv_heads, PAGE, POSITIONS)
+        tl.store(lists + (head - first) * list_stride + place, number, mask=listed)
 
 
 @triton.jit
@@ -177,6 +179,7 @@ def _rank_kernel(
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
     of_list = tl.program_id(0)
     row = of_list if SHARED else of_list // kv_heads
@@ -189,11 +192,13 @@ def _rank_kernel(
     length = tl.load(certain + row)
     drafts = tl.load(seq_lens + row) - length  # which come after the window
     sink, window, select = read_budget(table, seat, own)
-    sink *= PAGE
-    select *= PAGE
+    whole = tl.cdiv(length, PAGE) <= sink + window + select  # within its budget
+    sink = tl.where(whole, length, sink * PAGE)
+    select = tl.where(whole, 0, select * PAGE)
     # Windows of methods of tokens have as many tokens; others have the last pages.
     end = length - window * PAGE
     end = tl.where(select > 0, end, (tl.cdiv(length, PAGE) - window) * PAGE)
+    end = tl.where(whole, length, end)
     window = length - end
     if COUNTED:
         count = tl.load(counts + seat.to(tl.int64) * counts_stride + first, mask=own, other=0)
@@ -210,7 +215,9 @@ def _rank_kernel(
         token = tl.where(fixed < sink, fixed, end + fixed - sink)
         place = tl.where(fixed < sink, fixed, fixed + select)
         there = fixed < sink + window + drafts
-        _list_tokens(lists, list_stride, of_row, place, token, there, first, heads, kv_heads, PAGE)
+        _list_tokens(
+            lists, list_stride, of_row, place, token, there, first, heads, kv_heads, PAGE, POSITIONS
+        )
     if select == 0:
         return
 
@@ -244,7 +251,9 @@ def _rank_kernel(
         rank = equal_found + tl.cumsum(equal.to(tl.int32), 0)
         best = (candidate & (keys > least)) | (equal & (rank <= left))
         place = found + tl.cumsum(best.to(tl.int32), 0) - 1
-        _list_tokens(lists, list_stride, of_row, place, token, best, first, heads, kv_heads, PAGE)
+        _list_tokens(
+            lists, list_stride, of_row, place, token, best, first, heads, kv_heads, PAGE, POSITIONS
+        )
         found += tl.sum(best.to(tl.int32), 0)
         equal_found += tl.sum(equal.to(tl.int32), 0)
     if not SHARED:  # nobody waits for it
@@ -443,6 +452,7 @@ def _rank(
         GROUP=plan.scores.shape[1],
         PAGE=store.page_size,
         TILE=tile_tokens,
+        POSITIONS=plan.positions,
         num_warps=8,
     )
 

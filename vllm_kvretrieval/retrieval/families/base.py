@@ -150,6 +150,8 @@ class Method:
             needs.add(Need.TOKENS)
         if not self.budget_shares.uniform:
             needs.add(Need.UNEVEN_SHARES)
+            if not self.per_token:
+                needs.add(Need.UNEVEN_PAGES)
         if self.budget_shares.numbers is not None:
             needs.add(Need.LAYER_NUMBERS)
         return frozenset(needs)

@@ -113,7 +113,6 @@ class DroppingMethod(Method):
         needs = super().needs | {Need.DROPS, Need.PROMPTS}
         if self.drops:
             needs |= {Need.DROPS_ALWAYS}
-            needs |= {Need.DROPS_ALIKE} if self.keeping.per_layer else set()
         uneven = self.drops or self.budget_shares.entropy is None
         if not self.budget_shares.uniform and uneven:
             needs |= {Need.UNEVEN_TOKENS}
