@@ -57,7 +57,7 @@ def split_rows(options: np.ndarray, beyond: np.ndarray, decodes: np.ndarray) -> 
     """
     sparse = beyond & decodes & ~options["exact"]
     sparsely = []
-    for method in np.unique(options["method"][sparse]).tolist():
+    for method in sorted(set(options["method"][sparse].tolist())):
         sparsely.append((method, np.flatnonzero(sparse & (options["method"] == method))))
     return Rows(sparse, sparsely, np.flatnonzero(~sparse))
 
@@ -157,7 +157,7 @@ class StepPlanner:
         pages = -(-lens // self._page_size)
         whole_tokens = self._requests.whole_tokens(seats)
         found = split_rows(batch, lens > whole_tokens, decodes)
-        reads = np.isin(places, apart)
+        reads = np.isin(places, apart) if len(apart) else np.zeros(len(places), dtype=bool)
         self._requests.count_steps(seats, lens, pages, found.sparse, decodes, reads)
         looks = any(m.sees is Sees.ALL for m in self.methods) or not self._in_place
         single = len(places) == common.num_reqs and not drafts.any()

@@ -32,7 +32,7 @@ def decode_layer(
 ) -> int:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.decode_layer`."""
     if layer.handle is None:
-        layer.handle = _bind_layer(layer)
+        layer.handle = bind_layer(layer)
     nanoseconds: int = _cpu.decode_layer(
         query.data_ptr(),
         query.shape,
@@ -64,7 +64,8 @@ def decodes(choosers: Sequence[Chooser], layer: DecodeLayer) -> bool:
     return layer.layout in LAYOUTS and all(i is None or i.name in INDEXES for i in indexes)
 
 
-def _bind_layer(layer: DecodeLayer) -> "_cpu.DecodeLayer":
+def bind_layer(layer: DecodeLayer) -> "_cpu.DecodeLayer":
+    """The layer, bound; raises ValueError where that cannot be."""
     cache, heads = layer.cache, layer.cache.shape[1] * layer.group
     check_cache(cache, layer.layout)
     check_rule(layer.scale, layer.softcap, layer.sinks, heads)
