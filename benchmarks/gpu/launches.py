@@ -254,7 +254,7 @@ def _decode(
         sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
         softcap=softcap,
         scores=torch.empty(kv_heads, GROUP, scored) if scored else None,
-        origins=Origins(slots[None], lists) if far else None,
+        origins=Origins(slots[None], lists, beyond=page == 1) if far else None,
     )
 
 
@@ -329,7 +329,7 @@ def _resolve(
         tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
         slots = torch.empty(kv_heads * capacity, page, 2 * COMMON, dtype=torch.bfloat16)
         home = torch.empty(1, kv_heads, PAGE, 2 * COMMON, dtype=torch.bfloat16)
-        missing = Origins(home, lists) if in_place else recalls
+        missing = Origins(home, lists, beyond=width > capacity) if in_place else recalls
         plan = step.plan(1, positions=True)
         kernels.resolve(tokens, tokens, plan, _rows(), residency, missing, slots, lists)
 
