@@ -109,18 +109,18 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         scored = partial(_decode, head_size, page=1, scored=BUDGET)
         yield f"sparse_decode tokens scored d{head_size}", scored
     yield f"sparse_decode tokens d{COMMON}", partial(_decode, COMMON, page=1)
-    for scored in (0, BUDGET):
-        name = f"sparse_decode far tokens{' scored' if scored else ''} d{COMMON}"
-        yield name, partial(_decode, COMMON, page=1, far=True, scored=scored)
+    for listed in (0, BUDGET):
+        name = f"sparse_decode far tokens{' scored' if listed else ''} d{COMMON}"
+        yield name, partial(_decode, COMMON, page=1, far=True, scored=listed)
     for name, width in (("", BUDGET), (" of long lists", CONTEXTS[-1])):
         held = partial(_resolve, MOST_SLOTS, False, in_place=True, page=1, width=width)
         yield f"resolve tokens{name} C{MOST_SLOTS}", held
     yield "list_kept positions", partial(Step(Exact(), COMMON).list_kept, positions=True)
     for shared in (False, True):
         step = Step(Exact(), COMMON, entry=1) if shared else Step(OneBit(), COMMON)
-        listed = step.filter_tokens if shared else step.plan_tokens
+        lists = step.filter_tokens if shared else step.plan_tokens
         name = "tokens of all heads" if shared else "tokens"
-        yield f"rank {name} positions", partial(listed, positions=True)
+        yield f"rank {name} positions", partial(lists, positions=True)
     for splits in (8, 32):
         yield f"sparse_decode of {splits} parts d{COMMON}", partial(_decode, COMMON, splits=splits)
     yield "sparse_decode sinks d64", partial(_decode, 64, sinks=True)  # gpt-oss
@@ -254,7 +254,7 @@ def _decode(
         sinks=torch.empty(kv_heads * GROUP, dtype=dtype) if sinks else None,
         softcap=softcap,
         scores=torch.empty(kv_heads, GROUP, scored) if scored else None,
-        origins=Origins(slots[None], lists) if far else None,
+        origins=Origins(slots[None], lists, beyond=page == 1) if far else None,
     )
 
 
@@ -329,7 +329,7 @@ def _resolve(
         tokens = torch.empty(1, kv_heads, COMMON, dtype=torch.bfloat16)
         slots = torch.empty(kv_heads * capacity, page, 2 * COMMON, dtype=torch.bfloat16)
         home = torch.empty(1, kv_heads, PAGE, 2 * COMMON, dtype=torch.bfloat16)
-        missing = Origins(home, lists) if in_place else recalls
+        missing = Origins(home, lists, beyond=width > capacity) if in_place else recalls
         plan = step.plan(1, positions=True)
         kernels.resolve(tokens, tokens, plan, _rows(), residency, missing, slots, lists)
 

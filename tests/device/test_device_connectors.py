@@ -22,6 +22,7 @@ from tests.support import device_engine
 from tests.support.engine import Request, assert_same, by, random_llama
 
 pytestmark = pytest.mark.engine
+SLOW = pytest.mark.slow
 
 EVERY_STEP: dict[str, dict[str, Any]] = {
     "freekv": {"correction_threshold": 1.0},
@@ -71,7 +72,9 @@ def forget(served):
     served.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(("late", "short"), [(False, 0), (True, 0), (False, 5)])
+@pytest.mark.parametrize(
+    ("late", "short"), [(False, 5), *(pytest.param(of, 0, marks=SLOW) for of in (False, True))]
+)
 def test_answers_are_those_of_computed_keys(served, computed, late, short):
     """Of requests alone, and of one that finds in the prefix cache what another one has loaded."""
     served.load(late, short)

@@ -26,8 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
 FAR = {"home": "host"}
 HOMES = [
     *((method, {}) for method in METHODS),
-    ("fier", FAR),
-    pytest.param("omnikv", FAR, marks=pytest.mark.slow),
+    *(pytest.param(method, FAR, marks=pytest.mark.slow) for method in ("fier", "omnikv")),
 ]
 REQUESTS = {
     "own": Request(prompt(133, 44), 5, {}),

@@ -228,7 +228,7 @@ def _with_missing(
     """
     page = slots.shape[1]
     at_home, slot_lists = origins.home.view(-1, *slots.shape[1:]), slot_lists.clone()
-    beyond = []
+    beyond = list[torch.Tensor]()
     for row, length in enumerate(lengths.tolist()):
         for place, first in enumerate(range(0, length, page)):
             if (unit := int(origins.units[row, place])) < 0:

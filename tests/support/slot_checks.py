@@ -35,7 +35,8 @@ class Side:
         self.recalls = Recalls.empty(rows * kv_heads * width, device)
         self.units = torch.full_like(self.lists, -7)
         home = torch.empty(1, kv_heads, run * PAGE, 0, device=device)
-        self.missing = Origins(home, self.units) if in_place else self.recalls
+        beyond = width > capacity
+        self.missing = Origins(home, self.units, beyond=beyond) if in_place else self.recalls
 
     def recall(self):
         """Copy what is listed, and return it."""
@@ -280,13 +281,13 @@ def read_in_place(
         rows=rows, splits=splits, group=queries * group, head_size=head_size, device=device
     )
     results = []
-    at = Origins(home, units)
+    at, beyond = Origins(home, units), Origins(home, units, beyond=True)
     for ops, held, listed, origins, left in (
         (kernels, full, lists, None, full),
         (kernels, slots.clone(), lists, at, full),
         (reference, slots.clone(), lists, at, full),
-        (kernels, slots.clone(), some, at, filled),
-        (reference, slots.clone(), some, at, filled),
+        (kernels, slots.clone(), some, beyond, filled),
+        (reference, slots.clone(), some, beyond, filled),
     ):
         out, lse = torch.zeros_like(query), torch.zeros(rows, queries * group, device=device)
         ops.sparse_decode(

@@ -142,10 +142,12 @@ class Origins:
             or a multiple.
         units: int32 [>= N, W]; by the places of pages in lists, as far as these reach: the unit of
             the home, or a negative number where the slot holds it.
+        beyond: Whether lists may be longer than there are slots.
     """
 
     home: torch.Tensor
     units: torch.Tensor
+    beyond: bool = False
 
 
 class SlotOps(Protocol):
@@ -205,8 +207,8 @@ class SlotOps(Protocol):
         Args:
             key, value: [tokens, kv_heads, head_size]; tokens may be strided. They are at home
                 already.
-            plan: A plan with positions, and lists of at most ``C`` pages, or with ``Origins`` of
-                any length.
+            plan: A plan with positions, and lists of at most ``C`` pages, or of any length where
+                ``Origins.beyond`` says so.
             rows: The rows, as ``prepare_rows`` has written them. No two have the same seat.
             residency: The contents of the layer's slots; written.
             missing: Missing units are appended to recalls, or written to ``Origins.units``.

@@ -138,12 +138,15 @@ class FarTier:
         """The units that a layer misses: where attention has to read them in its home, or what has
         to be recalled before."""
         if home.in_place is not None:
-            return Origins(home.in_place, self._missed[0].view_as(self.slot_lists))
-        return Recalls(*self._missed, self._counts[layer, :1])
+            units = self._missed[0].view_as(self.slot_lists)
+            return Origins(home.in_place, units, beyond=units.shape[1] > self.capacity)
+        sources, targets = self._missed
+        return Recalls(sources, targets, self._counts[layer, :1])
 
     def early(self, layer: int) -> Recalls:
         """The units that a layer recalls ahead."""
-        return Recalls(*self._early, self._counts[layer, 1:])
+        sources, targets = self._early
+        return Recalls(sources, targets, self._counts[layer, 1:])
 
 
 class FarLayer:

@@ -116,6 +116,7 @@ def _sparse_decode_kernel(
     HELD: tl.constexpr,  # members that parts are merged for, a power of two
     AT_ONCE: tl.constexpr,
     FAR: tl.constexpr,  # whether some pages are read from the home, and written to their slots
+    BEYOND: tl.constexpr,  # whether some have no slot
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     SCORED: tl.constexpr,
@@ -166,7 +167,9 @@ def _sparse_decode_kernel(
             at = tl.multiple_of(tl.where(missing, away, to), 16)
         k = tl.load(at[None, :] + dims[:, None], mask=valid[None, :] & in_head[:, None], other=0.0)
         if FAR:
-            keeps = missing & (slot >= 0)
+            keeps = missing
+            if BEYOND:
+                keeps = missing & (slot >= 0)
             tl.store(to[None, :] + dims[:, None], k, mask=keeps[None, :] & in_head[:, None])
         scores = tl.dot(q, k, out_dtype=tl.float32) * scale
         if CAPPED:  # the hyperbolic tangent, by its exponential
@@ -358,6 +361,7 @@ def sparse_decode(
         HELD=held,
         AT_ONCE=min(merged, workspace.splits),
         FAR=origins is not None,
+        BEYOND=origins is not None and origins.beyond,
         SINKS=sinks is not None,
         CAPPED=softcap > 0,
         SCORED=scores is not None,

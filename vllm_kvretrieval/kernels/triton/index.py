@@ -244,11 +244,11 @@ def constants_of(store: IndexRecords) -> dict[str, int]:
     """Constants of kernels that build records of a store."""
     index, size = store.index, store.head_size
     assert index is not None
-    low_rank = isinstance(index, LowRank)
+    rank = index.directions(size, store.entry_tokens) if isinstance(index, LowRank) else 0
     return {
         "KIND": KINDS[type(index)],
         "RECORD": store.records.shape[2] // elements(store).element_size(),
-        "RANK": index.directions(size, store.entry_tokens) if low_rank else 0,
+        "RANK": rank,
         "HEAD_SIZE": size,
         "PAGE": store.page_size,
         "ENTRY": store.entry_tokens,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from vllm_kvretrieval.kernels.device import DeviceRows
 from vllm_kvretrieval.kernels.encoded import EncodedUnits
-from vllm_kvretrieval.kernels.triton.encoded import SHARING, check_written
+from vllm_kvretrieval.kernels.triton.encoded import SHARING, WARPS, check_written
 from vllm_kvretrieval.kernels.triton.index import (
     KINDS,
     build_record,
@@ -98,6 +98,6 @@ def index_open(
         kv_heads,
         RING=ring,
         **constants_of(index),
-        num_warps=4,
+        num_warps=WARPS,
         enable_fp_fusion=True,
     )

@@ -94,7 +94,6 @@ def _resolve_kernel(
     total = listed
     if GROWS:
         listed = tl.minimum(total, capacity)
-    table_of_row = block_table + row.to(tl.int64) * table_stride
     slot_lists += pair.to(tl.int64) * lists_stride
     if IN_PLACE:
         sources += pair.to(tl.int64) * lists_stride
@@ -166,7 +165,8 @@ def _resolve_kernel(
         tl.debug_barrier()
         goal = tl.load(to + rank, mask=miss, other=0)
         position = tl.load(wanted + entry, mask=miss, other=0)
-        source = _unit_of(table_of_row, position, miss, head, kv_heads, RUN)
+        of_row = block_table + row.to(tl.int64) * table_stride
+        source = _unit_of(of_row, position, miss, head, kv_heads, RUN)
         if IN_PLACE:
             tl.debug_barrier()
             tl.store(sources + entry, tl.where(miss, source, -1), mask=in_list)
@@ -177,11 +177,12 @@ def _resolve_kernel(
         used = used | victim
     tl.store(stamp + slot, tl.zeros([SLOTS], tl.int32) + now, mask=used)
     if GROWS:  # what is left is read at home, and stays there
+        of_row = block_table + row.to(tl.int64) * table_stride
         for first_beyond in tl.range(listed, total, WIDTH):
             beyond = first_beyond + tl.arange(0, WIDTH)
             there_beyond = beyond < total
             at_home = tl.load(wanted + beyond, mask=there_beyond, other=0)
-            unit = _unit_of(table_of_row, at_home, there_beyond, head, kv_heads, RUN)
+            unit = _unit_of(of_row, at_home, there_beyond, head, kv_heads, RUN)
             tl.store(sources + beyond, unit, mask=there_beyond)
             tl.store(slot_lists + beyond, tl.full([WIDTH], -1, tl.int32), mask=there_beyond)
     seen = traffic + seat * _COUNTERS
@@ -294,7 +295,8 @@ def _launch(
                 f"{name} must be int32 lists of {width}, got {tensor.dtype} {list(tensor.shape)}"
             )
     in_place = isinstance(missing, Origins)
-    if (width > capacity and not in_place) or capacity > MOST_SLOTS:
+    beyond = isinstance(missing, Origins) and missing.beyond
+    if (width > capacity and not beyond) or capacity > MOST_SLOTS:
         raise ValueError(
             f"lists of up to {width} pages need as many slots per KV head, and {MOST_SLOTS} at "
             f"most, got {capacity}"
