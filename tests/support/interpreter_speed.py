@@ -7,6 +7,7 @@ those of Triton's own functions, which are called for what is not known yet.
 
 import functools
 import inspect
+import operator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def install():
     _keep_types()
     _keep_shapes()
     _keep_operands()
+    _look_for_overflows()
     _patch_the_language_for_good()
 
 
@@ -201,6 +203,31 @@ def _keep_operands():
     TritonSemantic.broadcast_impl_value = broadcast_values
     TritonSemantic._cast_to_computation_type = cast
     TritonSemantic.computation_type_impl = computation_type
+
+
+def _look_for_overflows():
+    """Whether sums and products of whole numbers fit: Triton looks, too, and says nothing of what
+    it finds unless kernels are compiled to be debugged."""
+    operations = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+    limits: dict[str, Any] = {}
+
+    def sanitize(self, lhs, rhs, binary_op):
+        kind, compute = lhs.dtype, operations[binary_op.__name__]
+        if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        if kind.name not in limits:
+            limits[kind.name] = kind.get_int_min_value(), kind.get_int_max_value()
+        least, most = limits[kind.name]
+        one, other = lhs.handle.data, rhs.handle.data
+        if one.size == other.size == 1:
+            fits = least <= compute(int(one.item()), int(other.item())) <= most
+        else:
+            wide = compute(one.astype(np.int64), other.astype(np.int64))
+            fits = least <= wide.min() and wide.max() <= most
+        if not fits:
+            raise OverflowError(f"{kind.name} overflows in {binary_op.__name__}")
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
 
 
 def _patch_the_language_for_good():

@@ -155,6 +155,20 @@ CHANGES = {
         STEPS,
         "different values to a place",
     ),
+    "a sum that does not fit": (
+        "resolve",
+        'first = tl.atomic_add(recall_count, missing, sem="relaxed")',
+        'first = tl.atomic_add(recall_count, missing, sem="relaxed") + 2147483647 + 1',
+        RESOLVE,
+        "int32 overflows in add",
+    ),
+    "products that do not fit": (
+        "stats",
+        "members[:, None] * score_stride",
+        "members[:, None] * 2147483647",
+        STEPS,
+        "int32 overflows in mul",
+    ),
     "two tokens for a place": (
         "tokens",
         "place = found + tl.cumsum(best.to(tl.int32), 0) - 1",
