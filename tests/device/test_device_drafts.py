@@ -57,8 +57,7 @@ def expected(model):
 def opened(model, home, retrieval=OPTIONS, drafts=0, **options):
     """An engine in its process."""
     with device_engine.start() as pool:
-        served = Served(pool)
-        served.home = home
+        served = Served(pool, home)
         retrieval = {"kv_retrieval": retrieval | {"home": home, "drafts": drafts}}
         served.open_engine(model, DRAFTED | {"additional_config": retrieval} | options)
         yield served

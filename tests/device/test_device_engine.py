@@ -99,10 +99,10 @@ def expected(model):
 
 
 class Served:
-    """The emulated engine, in its process."""
+    """The emulated engine, in its process, with the home of its cache."""
 
-    def __init__(self, pool):
-        self.pool = pool
+    def __init__(self, pool, home="device"):
+        self.pool, self.home = pool, home
         self._eager = {}
 
     def replays(self):

@@ -169,7 +169,7 @@ def test_a_replay_from_a_file_gives_the_same(tmp_path, codec, sampling, pooling,
         assert attended_share(llm, 900, {}) == pytest.approx(sum(expected) / 12, rel=1e-5)
 
 
-@pytest.mark.parametrize("length", [1200, 1281])
+@pytest.mark.parametrize("length", [pytest.param(1200, marks=pytest.mark.slow), 1281])
 def test_company_changes_nothing(llm, length):
     """Steps end with a chunk, however many tokens the other requests leave to a prompt; and a chunk
     is one that has a single token, alone in its step or not."""

@@ -38,8 +38,9 @@ class _Captures(CudaGraphManager):
         for descriptors in self._capture_descs.values():
             for descriptor in descriptors:
                 create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
-                # While it is captured, a GPU notes what it is to do, and does none of it.
-                self.graphs[descriptor] = Replay(create_forward_fn(descriptor, warmup=False))
+                forward = create_forward_fn(descriptor, warmup=False)
+                forward(CUDAGraphMode.NONE)
+                self.graphs[descriptor] = Replay(forward)
         self._graphs_captured = True
 
 

@@ -2,8 +2,7 @@
 
 Its operations take NumPy less time than it takes to find their types, shapes and constants, which
 are the same for every program of every launch. Nothing here computes: values, types and errors are
-those of Triton's own functions, which are called for what is not known yet, and for sums and
-products that overflow.
+those of Triton's own functions, which are called for what is not known yet.
 """
 
 import functools
@@ -29,7 +28,7 @@ def install():
     _keep_types()
     _keep_shapes()
     _keep_operands()
-    _look_for_overflows_at_once()
+    _look_for_overflows()
     _patch_the_language_for_good()
 
 
@@ -161,7 +160,8 @@ def _keep_operands():
     broadcast = TritonSemantic.broadcast_impl_value
     convert = TritonSemantic._cast_to_computation_type
     compute = TritonSemantic.computation_type_impl
-    numbers, types, beside = {}, {}, {}
+    numbers, types = {}, {}
+    beside: dict[Any, Any] = {}
 
     def check_types(self, lhs, rhs, *options, **named):
         if type(rhs) is int and type(lhs) is tl.tensor:
@@ -205,29 +205,27 @@ def _keep_operands():
     TritonSemantic.computation_type_impl = computation_type
 
 
-def _look_for_overflows_at_once():
-    """Whether sums and products of whole numbers fit, without ten operations of Triton's."""
-    told = TritonSemantic.binary_op_sanitize_overflow_impl
+def _look_for_overflows():
+    """Whether sums and products of whole numbers fit: Triton looks, too, and says nothing of what
+    it finds unless kernels are compiled to be debugged."""
     operations = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
     limits: dict[str, Any] = {}
 
     def sanitize(self, lhs, rhs, binary_op):
-        kind, compute = lhs.dtype, operations.get(binary_op.__name__)
+        kind, compute = lhs.dtype, operations[binary_op.__name__]
         if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
-        if compute and kind.is_int() and kind == rhs.dtype:
-            if kind.name not in limits:
-                limits[kind.name] = kind.get_int_min_value(), kind.get_int_max_value()
-            least, most = limits[kind.name]
-            one, other = lhs.handle.data, rhs.handle.data
-            if one.size == other.size == 1:
-                fits = least <= compute(int(one.item()), int(other.item())) <= most
-            else:
-                wide = compute(one.astype(np.int64), other.astype(np.int64))
-                fits = least <= wide.min() and wide.max() <= most
-            if fits:
-                return
-        told(self, lhs, rhs, binary_op)
+        if kind.name not in limits:
+            limits[kind.name] = kind.get_int_min_value(), kind.get_int_max_value()
+        least, most = limits[kind.name]
+        one, other = lhs.handle.data, rhs.handle.data
+        if one.size == other.size == 1:
+            fits = least <= compute(int(one.item()), int(other.item())) <= most
+        else:
+            wide = compute(one.astype(np.int64), other.astype(np.int64))
+            fits = least <= wide.min() and wide.max() <= most
+        if not fits:
+            raise OverflowError(f"{kind.name} overflows in {binary_op.__name__}")
 
     TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
 

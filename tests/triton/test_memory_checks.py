@@ -160,14 +160,14 @@ CHANGES = {
         'first = tl.atomic_add(recall_count, missing, sem="relaxed")',
         'first = tl.atomic_add(recall_count, missing, sem="relaxed") + 2147483647 + 1',
         RESOLVE,
-        "int32 overflow detected for operation add",
+        "int32 overflows in add",
     ),
     "products that do not fit": (
         "stats",
         "members[:, None] * score_stride",
         "members[:, None] * 2147483647",
         STEPS,
-        "int32 overflow detected for operation mul",
+        "int32 overflows in mul",
     ),
     "two tokens for a place": (
         "tokens",
