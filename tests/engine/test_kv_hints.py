@@ -3,6 +3,8 @@
 ``test_session_options`` has what they may say.
 """
 
+import collections
+
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
@@ -11,12 +13,15 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from benchmarks.stepper import BLOCK, Stepper
-from tests.support.engine import checkpoint
+from tests.support.engine import Request, checkpoint, engine, model_of, prompt, shortened
+from vllm_kvretrieval.store.listing import listed
 
 vllm_hints = pytest.importorskip("vllm.v1.kv_hints", reason="vLLM 0.32 has no KV hints")
 
 pytestmark = pytest.mark.model
 BLOCKS = 90
+ON_CPUS = 128
+"""Tokens of a block of vLLM's engines on CPUs."""
 
 
 def envelope(name, payload, version="1"):
@@ -87,3 +92,52 @@ def test_the_scheduler_follows_them():
         assert steps.scheduler._options(request).exact
         steps.run()
         assert pool.get_num_free_blocks() == BLOCKS - 1 - held
+
+
+model = model_of(shortened, "SmolLM2-135M-Instruct", 4)
+
+
+def ask(llm, tokens, hints=None, count=2):
+    """Tokens of a prompt that an engine finds in its prefix cache."""
+    asked, cached = Request(tokens, count, cache=True), 0
+    llm.llm_engine.add_request("name", asked.handed_in(), asked.params(), kv_hints=hints)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            cached = output.num_cached_tokens or 0
+    return cached
+
+
+@pytest.mark.engine
+def test_an_engine_follows_them(model, tmp_path):
+    """It pins a session over a restart, retains one, reads the first ahead, and lets go of it."""
+    directory = tmp_path / "store"
+    retrieval: dict[str, object] = {"home": "disk", "home_bytes": "32MiB", "store": str(directory)}
+    retrieval |= {"budget": 256, "sessions": True}
+    options = {"attention_backend": "kvretrieval", "enforce_eager": True, "max_model_len": 1024}
+    memory = {"max_num_seqs": 2, "kv_cache_memory_bytes": 64 << 20}
+    whole, counts = 7 * ON_CPUS, collections.Counter[str]()
+    first, second = (prompt(whole + 5, seed) for seed in (1, 2))
+
+    def start():
+        return engine(model, **options, **memory, additional_config={"kv_retrieval": retrieval})
+
+    def names():
+        ((store,), _) = listed(str(directory), 10)
+        return [name for context in store.contexts for name in context.names]
+
+    with start() as llm:
+        assert ask(llm, first, envelope("kvretrieval.pin", {"session": "a"})) == 0
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        assert ask(llm, second, envelope("kvretrieval.retain", {"seconds": 600})) == 0
+        assert pool.get_num_free_blocks() == free - 7
+    assert names() == ["session.a"]
+    with start() as llm:
+        half = llm.llm_engine.engine_core.engine_core.scheduler._store
+        take = half.take_counts
+        half.take_counts = lambda: (counts.update(taken := take()), taken)[1]
+        ask(llm, second[:9], envelope("kvretrieval.prefetch", {"session": "a"}), count=200)
+        assert counts["store_blocks_read_ahead"] == 7
+        assert ask(llm, first) == whole
+        ask(llm, second[:9], envelope("kvretrieval.unpin", {"session": "a"}))
+    assert names() == []

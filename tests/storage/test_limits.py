@@ -6,8 +6,6 @@ import mmap
 import os
 import re
 import resource
-import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import programs
+from tests.support.mounts import ROOT_ONLY, ext4, mounted
 from tests.support.server import Server
 from vllm_kvretrieval import system_limits
 from vllm_kvretrieval.errors import RetrievalConfigError
@@ -29,27 +28,13 @@ from vllm_kvretrieval.system_limits import available_memory, explained
 
 MIB, GIB = 1 << 20, 1 << 30
 NOBODY = 65534
-ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 
 
 @pytest.fixture
-def mounted(tmp_path):
+def mount(tmp_path):
     """Mounts file systems below the test's directory; they are gone after it."""
-    places: list[Path] = []
-
-    def mount(name, *arguments):
-        places.append(tmp_path / name)
-        places[-1].mkdir()
-        command = ["mount", *arguments, str(places[-1])]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            places.pop()
-            pytest.skip(f"nothing can be mounted here: {ended.stderr.strip()}")
-        return places[-1]
-
-    yield mount
-    for path in reversed(places):
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    with contextlib.ExitStack() as stack:
+        yield lambda name, *options: stack.enter_context(mounted(tmp_path / name, *options))
 
 
 def disk_home(directory, size=MIB):
@@ -64,8 +49,8 @@ def config(directory):
 
 
 @ROOT_ONLY
-def test_a_file_system_that_is_read_only(mounted):
-    directory = mounted("read-only", "-t", "tmpfs", "-o", "ro,size=1M", "none")
+def test_a_file_system_that_is_read_only(mount):
+    directory = mount("read-only", "-t", "tmpfs", "-o", "ro,size=1M", "none")
     for call in (lambda: config(directory), lambda: disk_home(directory)):
         with pytest.raises(
             RetrievalConfigError,
@@ -311,8 +296,8 @@ def test_a_home_on_a_disk_does_not(monkeypatch, tmp_path):
 
 
 @ROOT_ONLY
-def test_a_small_file_system_in_memory(mounted):
-    directory = mounted("small", "-t", "tmpfs", "-o", "size=8M", "none")
+def test_a_small_file_system_in_memory(mount):
+    directory = mount("small", "-t", "tmpfs", "-o", "size=8M", "none")
     with pytest.raises(RetrievalConfigError, match=r"\(it lies in memory, tmpfs\) has 0\.01 GiB"):
         disk_home(directory, 16 * MIB)
     disk_home(directory, 4 * MIB).memory.fill_(1)
@@ -362,16 +347,14 @@ def test_available_memory():
 
 
 @ROOT_ONLY
-def test_what_never_gets_to_the_disk_is_told(mounted):
+def test_what_never_gets_to_the_disk_is_told(mount, tmp_path):
     """A disk that has less than it promises: writing is done long before the system finds out."""
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("there is no mkfs.ext4")
-    image = mounted("outer", "-t", "tmpfs", "-o", "size=6M", "none") / "disk"
-    with image.open("wb") as made:
-        made.truncate(64 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image], check=True)
-    directory = mounted("inner", "-o", "loop", str(image))
-    home = disk_home(directory, 32 * MIB)
+    image = mount("outer", "-t", "tmpfs", "-o", "size=6M", "none") / "disk"
+    with ext4(tmp_path / "inner", 64 * MIB, image) as directory:
+        write_what_is_lost(disk_home(directory, 32 * MIB))
+
+
+def write_what_is_lost(home):
     assert home.take_write_error() == 0
     home.memory.random_()
     content = home.memory.clone()
