@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -263,7 +264,7 @@ def test_passages_of_neighbours():
 
 def test_ctrl_c_at_the_prompt_does_not_end_the_chat(monkeypatch, capsys):
     """It may be meant for an answer that has just ended."""
-    typed = iter([KeyboardInterrupt, "/help", EOFError])
+    typed: Iterator[str | BaseException] = iter([KeyboardInterrupt(), "/help", EOFError()])
 
     def read(prompt=""):
         line = next(typed)
@@ -273,5 +274,6 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat(monkeypatch, capsys):
 
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert [*Loop(None).typed()] == ["/help"]
+    nobody: Any = None
+    assert [*Loop(nobody).typed()] == ["/help"]
     assert "/quit or Ctrl-D ends the chat." in capsys.readouterr().err

@@ -93,8 +93,13 @@ def test_a_document_that_is_far_too_long(planned, monkeypatch):
     """It is not counted to its end, which would take minutes, and all of the memory."""
     monkeypatch.setattr(sizes, "PIECE", 2 * len(TEXT))
     assert planned(text=TEXT * 5)[1].tokens == 1001 + 1001 + 501
-    encoded = []
-    tokenizer = SimpleNamespace(encode=lambda text: encoded.append(text) or range(1001))
+    encoded = list[str]()
+
+    def encode(text):
+        encoded.append(text)
+        return range(1001)
+
+    tokenizer = SimpleNamespace(encode=encode)
     monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda _: tokenizer)
     with pytest.raises(TooLongError, match="have 500,500 tokens of this model"):
         planned(text=TEXT * 1000)
