@@ -27,7 +27,12 @@ pytestmark = pytest.mark.engine
 
 PAGE, BLOCK, BUDGET = 16, 32, 96
 CHUNK = 128  # tokens per step
-STOCK = {"dtype": "float16", "max_model_len": 512, "max_num_seqs": 4, "skip_tokenizer_init": True}
+STOCK: dict[str, Any] = {
+    "dtype": "float16",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+}
 RETRIEVAL: dict[str, Any] = {
     "attention_backend": "freekv",
     "additional_config": {

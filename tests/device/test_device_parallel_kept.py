@@ -6,15 +6,8 @@ Requests and expected answers are those of ``tests/device/test_device_dropping.p
 
 import pytest
 
-from tests.device.test_device_dropping import (
-    EMULATED,
-    OURS,
-    REQUESTS,
-    TOLERANCE,
-    Served,
-    expected,  # noqa: F401
-    model,  # noqa: F401
-)
+from tests.device.test_device_dropping import OURS, REQUESTS, expected, model  # noqa: F401
+from tests.device.test_device_engine import EMULATED, TOLERANCE, Served
 from tests.support import device_engine
 from tests.support.engine import assert_same
 
