@@ -17,6 +17,9 @@ from vllm_kvretrieval.kernels.triton.index import (
 )
 from vllm_kvretrieval.kernels.types import IndexRecords
 
+LARGE = 128 * 128
+"""Numbers of a page's keys in a head from which on a program needs more registers."""
+
 
 @triton.jit(do_not_specialize=["spread"])
 def _index_open_kernel(
@@ -98,6 +101,6 @@ def index_open(
         kv_heads,
         RING=ring,
         **constants_of(index),
-        num_warps=WARPS,
+        num_warps=WARPS if page * head_size < LARGE else 2 * WARPS,
         enable_fp_fusion=True,
     )

@@ -348,6 +348,6 @@ def _launch(
         AHEAD=table is not None,
         IN_PLACE=in_place,
         GROWS=width > capacity,
-        num_warps=min(max(of_program // 128, 2), 8),
+        num_warps=min(max(of_program // 128, 2), 16),
         enable_fp_fusion=True,
     )
