@@ -16,6 +16,7 @@ class TileAdder {
 
  public:
   using E = typename Tile::E;
+  static constexpr int kAtOnce = kTile;
   static constexpr int channel_place(int c) { return Tile::channel_place(c); }
 
   TileAdder(const Attention& a, int unit, int columns) : a_(a), list_(a, unit), unit_(unit), columns_(columns) {}

@@ -9,7 +9,7 @@ KERNELS = {
     "decode": "_sparse_decode_kernel",
     "dropping": "_drop_kernel",
     "encoded": "_decode_rows",
-    "index": "_build_kernel",
+    "index": "build_record",
     "mass": "_cut_kernel",
     "one_bit": "_score_bits_kernel",
     "outliers": "find_bar",

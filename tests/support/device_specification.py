@@ -61,10 +61,10 @@ class Checked:
             assert torch.equal(plan.lists[pair, :listed], expected.lists[pair, :listed])
         self.lists += int((lengths >= 0).sum())
 
-    def drop_tokens(self, scores, lse, rows, number, kept, rule):
+    def drop_tokens(self, scores, lse, rows, number, kept, rule, received=None):
         expected = deepcopy(kept)
-        kernels.drop_tokens(scores, lse, rows, number, kept, rule)
-        reference.drop_tokens(scores, lse, rows, number, expected, rule)
+        kernels.drop_tokens(scores, lse, rows, number, kept, rule, received=received)
+        reference.drop_tokens(scores, lse, rows, number, expected, rule, received=received)
         assert torch.equal(kept.counts, expected.counts)
         for seat in rows.seats[rows.choosers == number].tolist():
             for head, count in enumerate(kept.counts[seat].tolist()):

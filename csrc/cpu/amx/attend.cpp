@@ -11,8 +11,6 @@ void attend(const Attention&);  // attend.cpp
 namespace KVR_ISA {
 
 constexpr int kChannels = 2 * kTileRows;  // of a tile of keys
-constexpr int kBlockTokens = 128;         // whose logits are computed before their values are read
-constexpr int kGroups = kBlockTokens / kTogether;
 constexpr int kFour = 4;                  // tiles of sums
 constexpr int kMostHeadSize = 512;
 
@@ -20,6 +18,7 @@ constexpr int kMostHeadSize = 512;
 class AmxAdder {
  public:
   using E = BFloat16;
+  static constexpr int kAtOnce = 128;  // tokens whose logits are computed before their values are read
   static constexpr int channel_place(int c) { return c; }
 
   AmxAdder(const Attention& a, int unit, int columns) : a_(a), list_(a, unit), unit_(unit), columns_(columns) {}
@@ -33,13 +32,14 @@ class AmxAdder {
                             .with(5, 6, kTileRows, kLine)       // keys
                             .with(6, 7, heads, 2 * kTogether)   // weights
                             .with(7, 8, kTogether / 2, kLine));  // values
-      for (int at = span.first; at < span.last; at += kBlockTokens)
-        add_block(asked + int64_t(g) * a_.head_size, g, heads, at, std::min(kBlockTokens, span.last - at),
+      for (int at = span.first; at < span.last; at += kAtOnce)
+        add_block(asked + int64_t(g) * a_.head_size, g, heads, at, std::min(kAtOnce, span.last - at),
                   values + g * columns_, parts + g);
     }
   }
 
  private:
+  static constexpr int kGroups = kAtOnce / kTogether;
   // kTogether tokens that lie side by side.
   struct Group {
     const E *keys, *values;
@@ -47,7 +47,7 @@ class AmxAdder {
   };
 
   void add_block(const E* asked, int g, int heads, int first, int tokens, float* values, Partial* parts) const {
-    alignas(64) float logits[kTileRows][kBlockTokens];
+    alignas(64) float logits[kTileRows][kAtOnce];
     Group groups[kGroups];
     const int count = (tokens + kTogether - 1) / kTogether;
     for (int i = 0; i < count; ++i) groups[i] = group_of(first + i * kTogether);
@@ -109,7 +109,7 @@ class AmxAdder {
       _tile_loadd(5, groups[3].keys + at, kLine);
       _tile_dpbf16ps(3, 4, 5);
     }
-    constexpr int kRow = kBlockTokens * sizeof(float);
+    constexpr int kRow = kAtOnce * sizeof(float);
     _tile_stored(0, out, kRow);
     _tile_stored(1, out + kTogether, kRow);
     _tile_stored(2, out + 2 * kTogether, kRow);
@@ -158,7 +158,7 @@ class AmxAdder {
     for (int i = 0; i < count; ++i) {
       const int64_t apart = groups[i].apart;
       const E* from = groups[i].values + c * apart;
-      _tile_loadd(6, reinterpret_cast<const uint16_t*>(weights) + i * kTogether, kBlockTokens * sizeof(float));
+      _tile_loadd(6, reinterpret_cast<const uint16_t*>(weights) + i * kTogether, kAtOnce * sizeof(float));
       _tile_loadd(7, from, kLine);
       _tile_dpbf16ps(0, 6, 7);
       _tile_loadd(7, from + apart, kLine);

@@ -31,7 +31,7 @@ inline float* weights_of(const Attention& a, int unit, int g) {
 
 // Splits the lists into tasks, each by its own length, and puts the parts together: what a row gets
 // depends neither on other rows nor on the number of threads. The queries of a row meet the tokens that all
-// of them see together, and the others one after the other, as a single query does. An Adder adds spans of tokens to the parts of heads.
+// of them see together, and the others one after the other, as a single query does. An Adder adds spans of tokens to the parts of heads, kAtOnce tokens at a time.
 template <class Adder>
 class Attending {
   using E = typename Adder::E;
@@ -114,7 +114,7 @@ class Attending {
     std::fill_n(values, all * columns_, 0.0f);
     std::fill_n(parts, all, Partial{});
     const int seen = a_.lengths[unit] - (queries(unit) - 1);  // by the first query, and so by all
-    const int shared = seen >= last ? last : std::max(first, first + (seen - first) / kTile * kTile);
+    const int shared = seen >= last ? last : std::max(first, first + (seen - first) / Adder::kAtOnce * Adder::kAtOnce);
     const Adder adder(a_, unit, columns_);
     if (first < shared) adder.add(all_queries(unit), all, {first, shared, last}, values, parts);
     for (int i = 0; shared < last && i < queries(unit); ++i) {
