@@ -1,7 +1,6 @@
-"""Every preset that selects pages, with each home that serves it, in a GPU's engine, emulated.
+"""Presets that select pages, with each home that serves them, in a GPU's engine, emulated.
 
-Those that other modules do not hold against the CPU path; see ``support/device_engine.py``. The
-mass of ``twilight`` is one that some heads of random weights reach early.
+Those that other modules do not hold against the CPU path; see ``support/device_engine.py``.
 """
 
 from typing import Any
@@ -31,20 +30,16 @@ OPTIONS: dict[str, Any] = {
     "dense_layers": 1,
 }
 SERVED = {
-    "device": ("arkvale", "infllm", "twilight", "oracle"),
-    "host": ("arkvale", "infllm", "twilight", "quest", "shadowkv", "streamingllm"),
+    "device": ("arkvale", "infllm", "oracle"),
+    "host": ("arkvale", "infllm", "shadowkv", "streamingllm"),
 }
 """Presets by home."""
 NAMES = sorted({name for names in SERVED.values() for name in names})
 LONG, SHORT = prompt(230, 18), prompt(90, 17)
 
 
-def also(names):
-    return {name: {"mass": 0.6} if name == "twilight" else {} for name in names}
-
-
 def options(home, names):
-    given = OPTIONS | {"home": home, "also": also(names)}
+    given = OPTIONS | {"home": home, "also": list(names)}
     return {"attention_backend": "freekv", "additional_config": {"kv_retrieval": given}}
 
 
