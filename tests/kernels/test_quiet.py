@@ -12,7 +12,7 @@ import sys, tempfile, types
 from tests.kernels.test_recall_cache import *
 from vllm_kvretrieval.kernels import DecodeLayer
 from vllm_kvretrieval.kernels.cpu.binding import chooser_handle, rows_handle, store_handle
-from vllm_kvretrieval.kernels.cpu.decoding import bind_layer
+from vllm_kvretrieval.kernels.cpu.decoding import layer_handle
 from vllm_kvretrieval.storage.mapped import DiskHome
 
 home = Home()
@@ -27,7 +27,7 @@ file = DiskHome(tempfile.gettempdir(), 1, 1 << 20, cpu.MappingGuard)
 file.memory.fill_(1)
 objects = [rows_handle(rows), chooser_handle(chooser), store_handle(chooser.store), cache._cache]
 layer = DecodeLayer(chooser.store.cache, "vec", 1, [chooser.store], 1.0)
-objects += [file._guards[0]._guard, bind_layer(layer)]
+objects += [file._guards[0]._guard, layer_handle(layer)]
 assert len({type(x) for x in objects}) == 6
 
 def fail(local):

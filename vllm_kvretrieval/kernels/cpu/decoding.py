@@ -31,8 +31,6 @@ def decode_layer(
     layer: DecodeLayer,
 ) -> int:
     """See :meth:`vllm_kvretrieval.kernels.ops.Ops.decode_layer`."""
-    if layer.handle is None:
-        layer.handle = bind_layer(layer)
     nanoseconds: int = _cpu.decode_layer(
         query.data_ptr(),
         query.shape,
@@ -53,7 +51,7 @@ def decode_layer(
         *tokens(slot_mapping),
         rows_handle(rows),
         chooser_handle(chooser),
-        layer.handle,
+        layer_handle(layer),
     )
     return nanoseconds
 
@@ -64,8 +62,14 @@ def decodes(choosers: Sequence[Chooser], layer: DecodeLayer) -> bool:
     return layer.layout in LAYOUTS and all(i is None or i.name in INDEXES for i in indexes)
 
 
-def bind_layer(layer: DecodeLayer) -> "_cpu.DecodeLayer":
-    """The layer, bound; raises ValueError where that cannot be."""
+def layer_handle(layer: DecodeLayer) -> "_cpu.DecodeLayer":
+    """The layer, bound at the first call; raises ValueError where that cannot be."""
+    if layer.handle is None:
+        layer.handle = _bind_layer(layer)
+    return layer.handle
+
+
+def _bind_layer(layer: DecodeLayer) -> "_cpu.DecodeLayer":
     cache, heads = layer.cache, layer.cache.shape[1] * layer.group
     check_cache(cache, layer.layout)
     check_rule(layer.scale, layer.softcap, layer.sinks, heads)

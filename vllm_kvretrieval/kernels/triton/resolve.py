@@ -273,8 +273,9 @@ def _launch(
         check_list(name, tensor, (seats, kv_heads, capacity), torch.int32)
     check_list("step", residency.step, (1,), torch.int32)
     check_list("traffic", residency.traffic, (seats, len(Traffic)), torch.int64)
-    run = 1
+    run, in_place, beyond = 1, False, False
     if isinstance(missing, Origins):
+        in_place, beyond = True, missing.beyond
         run, beside = divmod(missing.home.shape[2], page_size)
         if beside:
             raise ValueError(
@@ -294,8 +295,6 @@ def _launch(
             raise ValueError(
                 f"{name} must be int32 lists of {width}, got {tensor.dtype} {list(tensor.shape)}"
             )
-    in_place = isinstance(missing, Origins)
-    beyond = isinstance(missing, Origins) and missing.beyond
     if (width > capacity and not beyond) or capacity > MOST_SLOTS:
         raise ValueError(
             f"lists of up to {width} pages need as many slots per KV head, and {MOST_SLOTS} at "
